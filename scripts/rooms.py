@@ -41,7 +41,7 @@ SHARED = (
 )  # files of verbs/ that belong to no verb
 # upward, for annotations: contracts may be named from below, and what is held or handed over by whoever holds it
 ANNOTATIONS = {
-    ("kv", "verbs"), ("step", "verbs"), ("request", "kv"), ("request", "step"), ("verbs", "engine"),
+    ("step", "verbs"), ("request", "kv"), ("request", "step"), ("verbs", "engine"),
     ("verbs", "cluster"), ("verbs", "speculation"),
 }  # fmt: skip
 

@@ -103,10 +103,10 @@ def test_each_rule_can_be_broken(rooms: ModuleType, tmp_path: Path, files: dict[
 
 
 def test_annotations_may_point_up_where_that_is_said(rooms: ModuleType, tmp_path: Path) -> None:
-    text = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from phasewise.verbs.store import Codec"
-    assert faults(rooms, tree(rooms, tmp_path, kv__a=text)) == []
-    assert faults(rooms, tree(rooms, tmp_path, kv__a="from phasewise.verbs.store import Codec")) == [
-        "kv.a imports verbs.store: verbs lies above kv"
+    text = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from phasewise.verbs.skip import Skip"
+    assert faults(rooms, tree(rooms, tmp_path, step__a=text)) == []
+    assert faults(rooms, tree(rooms, tmp_path, step__a="from phasewise.verbs.skip import Skip")) == [
+        "step.a imports verbs.skip: verbs lies above step"
     ]
 
 

@@ -62,7 +62,7 @@ class Builder:
             )
         for methods in (self.methods, *self.recipes.values()):
             store = methods["store"]
-            if hasattr(store, "wire") and store.wire(kv_shapes(self.model), 1) is not None:
+            if store.wire(kv_shapes(self.model), 1) is not None:
                 say_nothing_travels(type(store).__module__.rpartition(".")[2])
         return placed
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from phasewise.engine.assembly import kv_shapes
-from phasewise.kv.buffer import Ledger, Raw
+from phasewise.kv.buffer import Codec, Ledger, Raw
 from phasewise.kv.cache import KV
 from phasewise.kv.store import Sharing, Store
 from phasewise.methods.attend.dense import Dense
@@ -24,7 +24,6 @@ from phasewise.request.request import Request
 from phasewise.step.forward import forward
 from phasewise.step.phase import Phase
 from phasewise.step.span import Span
-from phasewise.verbs.store import Codec
 from tests import tiny
 from tests.kv.harness import mixed, sliding
 

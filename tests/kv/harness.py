@@ -18,7 +18,7 @@ from torch import Tensor
 from phasewise.builder import Builder
 from phasewise.engine.assembly import kv_shapes
 from phasewise.engine.limits import Limits
-from phasewise.kv.buffer import Ledger, Raw
+from phasewise.kv.buffer import Codec, Ledger, Raw
 from phasewise.kv.cache import KV
 from phasewise.kv.store import Store
 from phasewise.methods.attend.dense import Dense
@@ -39,7 +39,6 @@ from phasewise.verbs.draft import Draft, Drafter
 from phasewise.verbs.evict import Evict
 from phasewise.verbs.method import Method
 from phasewise.verbs.place import Placed
-from phasewise.verbs.store import Codec
 from phasewise.verbs.traits import Traits
 from tests import tiny
 

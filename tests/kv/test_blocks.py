@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from phasewise.engine.engine import Engine
 from phasewise.errors import UserError
 from phasewise.kv.blocks import SIDES, BlockCut, block_bytes, sealing
-from phasewise.kv.buffer import Raw
+from phasewise.kv.buffer import Codec, Raw
 from phasewise.kv.cache import KV
 from phasewise.methods.store.gear import Gear
 from phasewise.methods.store.kivi import Kivi
 from phasewise.request.request import Request
-from phasewise.verbs.store import Codec
 from tests import double, tiny
 from tests.kv.harness import Walk, cuts
 from tests.kv.sealing import Slowly, by_hand, through

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phasewise.kv.buffer import KVShape, Ledger, Raw
+from phasewise.kv.buffer import Codec, KVShape, Ledger, Raw
 from phasewise.kv.layer_kv import LayerKV
 from phasewise.kv.pages import By, PageKeys
 from phasewise.methods.store.int8 import Int8
@@ -22,7 +22,6 @@ from phasewise.ops.native.choice import ALL, CHOSEN, PROMISE, Candidates, Chosen
 from phasewise.ops.native.listed import Listed, Pages
 from phasewise.ops.native.stack import Halves, Rows, Stack, StackLayer, StackShape, StackSpan, Turns
 from phasewise.ops.native.weights import Packed
-from phasewise.verbs.store import Codec
 from tests.ops.targets import EACH
 
 HIDDEN, LAYERS, SCALE = 48, 3, 0.3

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from phasewise import catalog
 from phasewise.engine.assembly import kv_shapes
-from phasewise.kv.buffer import Ledger, Raw
+from phasewise.kv.buffer import Codec, Ledger, Raw
 from phasewise.kv.cache import KV
 from phasewise.kv.store import Store
 from phasewise.methods.store.int8 import Int8
@@ -26,7 +26,6 @@ from phasewise.step import fused
 from phasewise.step.forward import forward
 from phasewise.step.phase import Hidden, Phase
 from phasewise.step.span import Span, ancestors, depths
-from phasewise.verbs.store import Codec
 from tests import tiny
 from tests.model.families import FAMILIES
 from tests.model.reference import save_random

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from phasewise import catalog
 from phasewise.engine.assembly import kv_shapes
-from phasewise.kv.buffer import Ledger, Raw
+from phasewise.kv.buffer import Codec, Ledger, Raw
 from phasewise.kv.cache import KV
 from phasewise.kv.store import Store
 from phasewise.methods.store.int8 import Int8
@@ -25,7 +25,6 @@ from phasewise.request.request import Request
 from phasewise.step.forward import forward
 from phasewise.step.phase import Phase
 from phasewise.step.span import Span, ancestors, depths
-from phasewise.verbs.store import Codec
 from tests import tiny
 from tests.watched import passes
 

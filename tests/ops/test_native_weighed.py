@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from phasewise import catalog
-from phasewise.kv.buffer import Raw
+from phasewise.kv.buffer import Codec, Raw
 from phasewise.methods.evict._noise import gumbel
 from phasewise.methods.store.int8 import Int8
 from phasewise.model.model import Model
@@ -21,7 +21,6 @@ from phasewise.step.plan import EVERYTHING, AttentionPlan, Record
 from phasewise.step.probe import Shaped, probe
 from phasewise.step.read import Read, View
 from phasewise.step.span import Span
-from phasewise.verbs.store import Codec
 from tests import tiny
 from tests.model.families import FAMILIES
 from tests.model.reference import save_random

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from phasewise.engine.assembly import kv_shapes
-from phasewise.kv.buffer import Ledger, Raw
+from phasewise.kv.buffer import Codec, Ledger, Raw
 from phasewise.kv.store import Store
 from phasewise.methods.attend.dense import Dense
 from phasewise.methods.store.int8 import Int8
@@ -23,7 +23,6 @@ from phasewise.step import fused
 from phasewise.step.forward import forward
 from phasewise.step.phase import Phase
 from phasewise.step.span import Span, ancestors, depths
-from phasewise.verbs.store import Codec
 from tests import tiny
 from tests.kv.harness import sliding
 from tests.watched import passes

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phasewise.kv.buffer import KVShape, Ledger, Raw
+from phasewise.kv.buffer import Codec, KVShape, Ledger, Raw
 from phasewise.kv.layer_kv import LayerKV
 from phasewise.methods.store.int8 import Int8
 from phasewise.model.config import AttentionSpec
@@ -21,7 +21,6 @@ from phasewise.request.request import Request
 from phasewise.step.read import Read
 from phasewise.step.reads import attend_all
 from phasewise.step.span import Span, ancestors
-from phasewise.verbs.store import Codec
 from tests import double
 
 LEVELS = {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from phasewise.engine.assembly import kv_shapes
-from phasewise.kv.buffer import Ledger, Raw
+from phasewise.kv.buffer import Codec, Ledger, Raw
 from phasewise.kv.cache import KV
 from phasewise.kv.store import Store
 from phasewise.methods.attend.dense import Dense
@@ -27,7 +27,6 @@ from phasewise.step.plan import EVERYTHING, AttentionPlan, Custom, Record
 from phasewise.step.read import Read, View
 from phasewise.step.reads import attend_all
 from phasewise.step.span import Span, ancestors, depths
-from phasewise.verbs.store import Codec
 from tests import tiny
 from tests.watched import passes
 

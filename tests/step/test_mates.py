@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from phasewise import catalog
-from phasewise.kv.buffer import Raw
+from phasewise.kv.buffer import Codec, Raw
 from phasewise.methods.store.int8 import Int8
 from phasewise.model.model import Model
 from phasewise.ops import native
 from phasewise.request.counters import Counters
 from phasewise.step.forward import forward
 from phasewise.verbs.host import Host
-from phasewise.verbs.store import Codec
 from tests import seeds, tiny
 from tests.kv.harness import Walk
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phasewise.kv.buffer import Raw
+from phasewise.kv.buffer import Codec, Raw
 from phasewise.methods.store.int8 import Int8
 from phasewise.model.model import Model
 from phasewise.ops import attention as ops
@@ -21,7 +21,6 @@ from phasewise.step.probe import logits, probe, received
 from phasewise.step.read import FEW, Read
 from phasewise.step.span import Span
 from phasewise.step.trail import Trail, ends
-from phasewise.verbs.store import Codec
 from tests import tiny
 from tests.kv.harness import Masked, Recorder, Walk, sliding
 

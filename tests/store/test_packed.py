@@ -11,7 +11,7 @@ from torch import Tensor
 
 from phasewise.engine.engine import Engine
 from phasewise.kv.blocks import SIDES, BlockCut
-from phasewise.kv.buffer import KVShape
+from phasewise.kv.buffer import Codec, KVShape
 from phasewise.kv.packed import packings
 from phasewise.methods.store._approximated import Approximated
 from phasewise.methods.store.gear import Gear
@@ -21,7 +21,6 @@ from phasewise.ops import native
 from phasewise.ops.native import spans
 from phasewise.ops.native.sealing import Sealing, Seals
 from phasewise.request.request import Request
-from phasewise.verbs.store import Codec
 from tests import tiny
 from tests.kv.harness import Walk
 from tests.store.packed_steps import beside_mates, forks_and_dumps_change_nothing

@@ -31,6 +31,7 @@ from phasewise.options import DEFAULTS
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.verbs.place import Placed
+from phasewise.verbs.store import Storing
 
 KEEPING = ("attend", "evict", "store", "skip")  # verbs whose methods keep less of the KV, or read less of it
 CHANGING = "decode"  # a method of this one that declares a ladder makes a prompt's KV otherwise than by computing it
@@ -82,7 +83,7 @@ def ladder(verb: str, name: str, most: int | None = None) -> list[Setting]:
         own = [[step for step, its in zip(steps, kinds, strict=True) if its == kind] for kind in report.unique(kinds)]
         kept = [step for some in own for step in _spread(some, min(most, len(some)))]
         steps = [step for step in steps if step in kept]
-    beside = SENDS if hasattr(method, "wire") else {}
+    beside = SENDS if verb == "store" and method.wire is not Storing.wire else {}  # rows travel in a form of their own
     found = []
     for knobs in steps:
         text = name + (":" + ",".join(f"{knob}={value}" for knob, value in knobs.items()) if knobs else "")

@@ -28,7 +28,7 @@ class Keepers:
 
     def find(self, request: Request, runtime: Runtime, seated: Sequence[WorkerHandle]) -> WorkerHandle | None:
         """The worker that has what this request goes on from; None where nobody has, or it computes no prompts."""
-        name = runtime.phases[0].decode.follows(request.params)
+        name = runtime.phases[0].decode.follows(request.params) if runtime.traits.retains_kv else None
         handle = None if name is None else self._at.get(name)
         there = handle is not None and handle in seated and "prefill" in handle.spec.phases
         return handle if there else None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from phasewise.engine.binding import Bindings, Methods, in_phase
 from phasewise.engine.refusals import refuse_blocks
 from phasewise.engine.runtime import Runtime
-from phasewise.kv.buffer import KVShape, Ledger, Raw
+from phasewise.kv.buffer import Codec, KVShape, Ledger, Raw
 from phasewise.kv.prefix import PrefixCache
 from phasewise.kv.store import Sharing, Store
 from phasewise.kv.wire import Wire
@@ -21,7 +21,6 @@ from phasewise.verbs.traits import Traits
 if TYPE_CHECKING:
     from phasewise.model.model import Model
     from phasewise.request.counters import Counters
-    from phasewise.verbs.store import Codec
 
 
 class Assembly:
@@ -85,7 +84,7 @@ class Assembly:
         for known, of_unit, codec, wire in self._forms:
             if _same(known, method) and of_unit == unit:
                 return codec, wire
-        wire = method.wire(kv_shapes(self.model), unit) if hasattr(method, "wire") else None
+        wire = method.wire(kv_shapes(self.model), unit)
         self._forms.append((method, unit, codec := method.codec(), wire))
         return codec, wire
 

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 from phasewise.engine.binding import label
 from phasewise.errors import UserError
 from phasewise.kv.blocks import SIDES, sealing
-from phasewise.kv.buffer import ROUND, rounded, stride
+from phasewise.kv.buffer import ROUND, Codec, rounded, stride
 
 if TYPE_CHECKING:
     from phasewise.engine.runtime import Runtime
     from phasewise.kv.buffer import KVShape
     from phasewise.model.config import ModelConfig
     from phasewise.request.request import Request
-    from phasewise.verbs.store import Codec
 
 DEPTH = (
     "the decode method gives rows a depth or a state of their own, where the schedule decides which layers run: choose "

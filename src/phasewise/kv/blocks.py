@@ -13,18 +13,15 @@ rows as they were made, and so does a prompt that leaves for another engine unti
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from phasewise.kv.buffer import Buffer, Kind, KVShape, Ledger, Raw, entry_bytes
-from phasewise.kv.packed import packings
-
-if TYPE_CHECKING:
-    from phasewise.verbs.store import Codec
+from phasewise.kv.buffer import Buffer, Codec, Kind, KVShape, Ledger, Raw, entry_bytes
+from phasewise.kv.packed import Classes, Packing, packings
 
 KEYS, VALUES = SIDES = (0, 1)
 SLACK = 32  # rows of the tail's buffer beyond the longest tail, at least: it is moved once in so many rows
@@ -50,35 +47,40 @@ class BlockCut:
         return (blocks + 1) * self.rows + self.tail - 1
 
 
-class Blocks(Protocol):
-    """What a codec with `cuts` says besides (see verbs/store.py). Everything is per KV head, and pure."""
+class Blocks(ABC):
+    """A codec that also packs finished blocks of rows together. Everything is per KV head, and pure."""
 
-    @property
-    def cuts(self) -> tuple[BlockCut, BlockCut]: ...
+    cuts: tuple[BlockCut, BlockCut]  # of keys and of values
 
+    def packings(self, dim: int) -> tuple[Packing | Classes, Packing | Classes] | None:
+        """How the planes of a block of keys and of values lie, of heads of `dim` numbers, where native kernels know
+        that (kv/packed.py): they read blocks as they are, and nothing is rounded to the rows' dtype. None: blocks are
+        opened first."""
+        return None
+
+    @abstractmethod
     def kinds(self, side: int, shape: KVShape) -> list[Kind]:
         """Per plane: the shape and dtype of what is kept for one (head, block)."""
-        ...
 
+    @abstractmethod
     def seal(self, side: int, x: Tensor) -> Sequence[Tensor]:
         """Rows [h, blocks * rows, D] -> planes [h, blocks, ...]. A block's planes depend on that block alone."""
-        ...
 
+    @abstractmethod
     def open(self, side: int, planes: Sequence[Tensor], shape: KVShape) -> Tensor:
         """Planes [h, blocks, ...] -> rows [h, blocks * rows, D] of the shape's dtype."""
-        ...
 
 
 def sealing(codec: Codec) -> Blocks | None:
     """The codec, if it seals finished blocks."""
-    return codec if hasattr(codec, "cuts") else None  # type: ignore[return-value]
+    return codec if isinstance(codec, Blocks) else None
 
 
 Marks = Callable[[int, int], Tensor]
 """(start, stop) -> how much the rows start .. stop - 1 of a layer matter, [stop - start]."""
 
 
-class Marked(Blocks, Protocol):
+class Marked(Blocks):
     """A codec whose blocks hang on more than their rows: on marks, which the evict method that comes with the store
     gives these (`verbs/evict.py: saliency`), and on planes that are settled once, by the rows of the complete prompt.
 
@@ -86,14 +88,15 @@ class Marked(Blocks, Protocol):
     known when its last row is committed, so a step brings no rows on both sides of a border.
     """
 
+    @abstractmethod
     def settled(self, side: int, shape: KVShape) -> list[Kind]:
         """Per plane: the shape and dtype of what is settled."""
-        ...
 
+    @abstractmethod
     def settle(self, side: int, x: Tensor) -> Sequence[Tensor]:
         """Rows of a prompt [h, n, D] -> planes [1, ...]."""
-        ...
 
+    @abstractmethod
     def classed(self, side: int, x: Tensor, marks: Tensor, settled: Sequence[Tensor]) -> Sequence[Tensor]:
         """In place of `seal`: rows [h, blocks * rows, D], their marks [blocks * rows] and the settled planes
         [1, 1, ...] -> planes [1, blocks, ...]. A block's planes may hold rows of others that are sealed with it. Or
@@ -101,12 +104,11 @@ class Marked(Blocks, Protocol):
 
         `open` gets planes of blocks and, behind them, the settled ones.
         """
-        ...
 
 
 def marking(codec: Codec | Blocks) -> Marked | None:
     """The codec, if its blocks want marks."""
-    return codec if hasattr(codec, "settled") else None  # type: ignore[return-value]
+    return codec if isinstance(codec, Marked) else None
 
 
 def form_of(codec: Codec | Blocks, shape: KVShape) -> KVShape:
@@ -114,7 +116,7 @@ def form_of(codec: Codec | Blocks, shape: KVShape) -> KVShape:
     return shape if marking(codec) is None else replace(shape, heads=1, dim=shape.heads * shape.dim)
 
 
-class _Side:
+class _Side(Codec):
     """The planes of a side's blocks, for a `Buffer` whose rows are blocks; or its settled ones, for a buffer of one."""
 
     exactness = "quantised"

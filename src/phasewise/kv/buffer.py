@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from phasewise.verbs.store import Codec
 
 ROUND = 64  # rows; capacities are multiples of it
 PLACE = 8  # bytes of a position
@@ -35,12 +33,29 @@ class KVShape:
     device: str = "cpu"
 
 
-def scaled(codec: Codec) -> bool:
-    """Whether rows are kept as int8 with a scale each, in the form that native kernels know."""
-    return getattr(codec, "scaled", False)
+class Codec(ABC):
+    """The form in which rows are kept. A row's form depends on that row alone (DESIGN law 4)."""
+
+    exactness: str  # true | quantised | predicted | sparse
+
+    # planes are keys int8 [H, N, D], their scales bfloat16 [H, N], then values and theirs, each row rounded to the
+    # nearest level of its largest magnitude / 127: native kernels read and write these
+    scaled: bool = False
+
+    @abstractmethod
+    def planes(self, shape: KVShape) -> list[Kind]:
+        """Per plane: the trailing shape of one (head, row) entry, and its dtype."""
+
+    @abstractmethod
+    def encode(self, k: Tensor, v: Tensor) -> Sequence[Tensor]:
+        """[H, R, D] keys and values -> planes [H, R, ...]."""
+
+    @abstractmethod
+    def decode(self, planes: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Planes [H, N, ...] -> keys and values [H, N, D] of `dtype`."""
 
 
-class Raw:
+class Raw(Codec):
     """Rows kept as the model made them."""
 
     exactness = "true"

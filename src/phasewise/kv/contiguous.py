@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from torch import Tensor
 
 from phasewise.kv.blocks import SIDES, BlockCut
-from phasewise.kv.buffer import Raw, entry_bytes, scaled
+from phasewise.kv.buffer import Raw, entry_bytes
 from phasewise.kv.layer_kv import LayerKV
 from phasewise.kv.packed import LayerMarks, ahead, alike, seal_full, seals, sides_struct
 from phasewise.kv.unequal import Narrow, Unequal, by_head, lined, unequal
@@ -43,7 +43,7 @@ class ContiguousView:
         self._positions: list[list[memoryview]] | None = None  # of slabs, by head: these write one fastest
         dim = layers[0].shape.dim
         self.row_bytes = sum(entry_bytes(layer.codec, layer.shape) * layer.shape.heads for layer in layers)
-        rounded = scaled(layers[0].codec)
+        rounded = layers[0].codec.scaled
         planes = list[PlanesStruct]()
         for slab in self._slabs if self.unequal is None else ():
             cap, addresses = slab.buffer.cap, slab.buffer.addresses
@@ -66,7 +66,7 @@ class ContiguousView:
     def of(cls, layers: Sequence[LayerKV]) -> ContiguousView | None:
         """None where rows do not lie like that."""
         first = layers[0]
-        if not (isinstance(first.codec, Raw) or scaled(first.codec)) or first.shape.device != "cpu":
+        if not (isinstance(first.codec, Raw) or first.codec.scaled) or first.shape.device != "cpu":
             return None
         sealed = [layer.sealed for layer in layers if layer.sealed is not None and layer.sealed.active]
         if sealed and (len(sealed) < len(layers) or not alike(sealed)):

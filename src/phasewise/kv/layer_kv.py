@@ -10,19 +10,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from phasewise.kv.beside import Beside, Derived, Wants
 from phasewise.kv.blocks import SLACK, Marks, Sealed
-from phasewise.kv.buffer import ROUND, Buffer, KVShape, Ledger, entry_bytes, rounded
+from phasewise.kv.buffer import ROUND, Buffer, Codec, KVShape, Ledger, entry_bytes, rounded
 from phasewise.kv.packed import lying
 from phasewise.kv.part import Part
-
-if TYPE_CHECKING:
-    from phasewise.verbs.store import Codec
 
 
 class Slab:

@@ -98,8 +98,7 @@ class Later(Sequence[Tensor]):
 
 def packings(codec: Blocks, shape: KVShape) -> tuple[Packing | Classes, Packing | Classes] | None:
     """How the planes of keys and values lie, if native kernels read them like that."""
-    say = getattr(codec, "packings", None)
-    found: tuple[Packing | Classes, Packing | Classes] | None = None if say is None else say(shape.dim)
+    found = codec.packings(shape.dim)
     if found is None or shape.dtype != torch.bfloat16 or shape.device != "cpu":
         return None
     (keys, values), rows = found, codec.cuts[0].rows

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from phasewise.kv.buffer import Codec
+
 if TYPE_CHECKING:
     from phasewise.kv.beside import Beside
     from phasewise.kv.packed import Packed
-    from phasewise.verbs.store import Codec
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from phasewise.kv.beside import Wants
 from phasewise.kv.blocks import booked
-from phasewise.kv.buffer import PLACE, KVShape, Ledger, entry_bytes, rounded
+from phasewise.kv.buffer import PLACE, Codec, KVShape, Ledger, entry_bytes, rounded
 from phasewise.kv.cache import KV
 from phasewise.kv.drawers import Drawers, Draws, Room
 from phasewise.kv.layer_kv import LayerKV
@@ -20,7 +20,6 @@ from phasewise.request.counters import Counters
 
 if TYPE_CHECKING:
     from phasewise.request.request import Request
-    from phasewise.verbs.store import Codec
 
 
 Keeps = Callable[[int, KVShape, int], int]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from phasewise.kv.buffer import entry_bytes, scaled
+from phasewise.kv.buffer import entry_bytes
 from phasewise.kv.layer_kv import LayerKV, Slab
 from phasewise.ops.native.abi import HeadStruct, Structures
 from phasewise.ops.native.spans import BLOCK
@@ -73,7 +73,7 @@ def by_head(layer: LayerKV) -> list[tuple[Slab, int]]:
 def _addresses(layer: LayerKV, slab: Slab, place: int, begin: int) -> tuple[int, int, int, int]:
     """Where slot 0 of a slab's head would be, its first row being slot `begin`: of k, v and their scales (or 0, 0)."""
     first, dim = place * slab.buffer.cap - begin, layer.shape.dim
-    if scaled(layer.codec):
+    if layer.codec.scaled:
         k, k_scale, v, v_scale = slab.buffer.addresses
         return k + first * dim, v + first * dim, k_scale + 2 * first, v_scale + 2 * first
     k, v = slab.buffer.addresses

@@ -10,13 +10,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from phasewise.verbs.store import Codec
+from phasewise.kv.buffer import Codec
 
 Dump = list[dict[str, Any]]  # KV.dump
 DIGEST = 16  # bytes

@@ -10,6 +10,7 @@ from torch import Tensor
 from phasewise.kv.buffer import Ledger, rounded
 from phasewise.kv.prefix import Node, PrefixCache, PrefixTree
 from phasewise.request.counters import Counters
+from phasewise.verbs.traits import Traits
 
 if TYPE_CHECKING:
     from phasewise.plan.sequence import SimulatedSequence
@@ -115,6 +116,7 @@ class NumberRuntime:
 
     companions: Sequence[object] = ()
     phases = (NumberPhase(),)
+    traits = Traits("decode")
 
     def __init__(self, store: NumberStore) -> None:
         self.store, self.counters = store, Counters()

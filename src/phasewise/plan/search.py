@@ -72,9 +72,9 @@ def places(workers: int, machine: bool = False) -> list[str]:
     for verb, name, method in catalog.every():
         if verb != "place":
             continue
-        if hasattr(method, "sizes"):
-            found += [f"{name}:{knobs}" for knobs in method.sizes(workers)]
-        elif machine or not hasattr(method, "policy"):
+        if (sizes := method.sizes(workers)) is not None:
+            found += [f"{name}:{knobs}" for knobs in sizes]
+        elif machine or not method.traits.launches:
             found.append(name)
     return found
 

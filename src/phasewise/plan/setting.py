@@ -124,7 +124,7 @@ class Setting:
         engine = EngineSettings(self._scheduler(), source.row_bytes, source.layers, self.max_running,
                                 self.prefix_cache, self.drafts, source.stages)  # fmt: skip
         placing, cores = catalog.build("place", self.place), range(source.cores)
-        workers = hasattr(placing, "policy")
+        workers = placing.traits.launches
         served = source.served(workers)
         layout = ClusterLayout(
             engine, cache(source.cost), budget, self.link, self.revive,

@@ -20,6 +20,7 @@ from phasewise.plan.sequence import SimulatedRequest
 from phasewise.plan.simulated_cluster import ClusterLayout, SimulatedCluster
 from phasewise.request.counters import Counters
 from phasewise.request.params import SLO
+from phasewise.verbs.place import Placing
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Scenario:
     clusters, counted through. `lag`: seconds of each request outside of its engine."""
 
     layout: ClusterLayout
-    placing: Any
+    placing: Placing
     cores: Sequence[int] = (0,)
     replicas: int = 1
     deaths: Sequence[tuple[float, int]] = ()
@@ -38,9 +39,7 @@ class Scenario:
 
     def policy(self) -> Policy | None:
         """What the router of one cluster asks; None if all runs in one engine."""
-        make = getattr(self.placing, "policy", None)
-        found: Policy | None = None if make is None else make(0.0, self.cores)
-        return found
+        return self.placing.policy(0.0, self.cores)
 
 
 @dataclass(frozen=True)

@@ -208,7 +208,7 @@ class SimulatedCluster:
         self, layout: ClusterLayout, placing: Any, cores: Sequence[int], over: Callable[[SimulatedRequest], object]
     ) -> None:
         self.loop, self.over = EventLoop(), over
-        policy = placing.policy(0.0, cores) if hasattr(placing, "policy") else None
+        policy = placing.policy(0.0, cores)
         self.launcher = SimulatedLauncher(layout, self.loop, self._news, isinstance(policy, Adjusting))
         self._routed = policy is not None
         self.router: Router | None = None

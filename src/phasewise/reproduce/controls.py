@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from phasewise.kv.blocks import BlockCut
-from phasewise.kv.buffer import KVShape, Raw
+from phasewise.kv.buffer import Codec, KVShape, Raw
 from phasewise.kv.chunked import Chunked, Cut
 from phasewise.kv.wire import Wire
 from phasewise.methods.attend.zero_tuning import Tuned, ZeroTuning
@@ -37,7 +37,7 @@ from phasewise.verbs.draft import Draft, Drafter, headroom
 from phasewise.verbs.host import Host
 from phasewise.verbs.method import Method
 from phasewise.verbs.schedule import Work
-from phasewise.verbs.store import Codec
+from phasewise.verbs.store import Storing
 from phasewise.verbs.traits import Traits
 
 
@@ -254,7 +254,7 @@ class RandomGuess(Control, Drafter):
 
 
 @dataclass(frozen=True)
-class Coarse(Control):
+class Coarse(Control, Storing):
     """store: CacheGen's way over the wire, with so many steps on either side of zero for every number of all layers."""
 
     steps: int
@@ -277,7 +277,7 @@ class _Coarse(Chunked):
 
 
 @dataclass(frozen=True)
-class Swapped(Control):
+class Swapped(Control, Storing):
     """store: KIVI's bits with the axes swapped: keys by token, values by channel."""
 
     bits: int
@@ -290,7 +290,7 @@ class Swapped(Control):
 
 
 @dataclass(frozen=True)
-class Elsewhere(Control):
+class Elsewhere(Control, Storing):
     """store: GEAR, but every head's product is that of the head before it."""
 
     bits: int

@@ -7,16 +7,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from phasewise.kv.buffer import Codec
 from phasewise.methods.store.zipcache import Saliency, ZipCache
 from phasewise.reproduce.controls import Control, drawn
 from phasewise.request.request import Request
 from phasewise.verbs.host import Host
-from phasewise.verbs.store import Codec
+from phasewise.verbs.store import Storing
 from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class Shuffled(Control):
+class Shuffled(Control, Storing):
     """store, evict: as many rows in either class as ZipCache has, but how much they matter is shuffled among them."""
 
     of: ZipCache

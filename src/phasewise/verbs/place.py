@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from phasewise.cluster.launcher import Launcher
+    from phasewise.cluster.policy import Policy
     from phasewise.engine.engine import Engine
     from phasewise.kv.buffer import Ledger
     from phasewise.model.model import Model
@@ -15,20 +17,23 @@ if TYPE_CHECKING:
     from phasewise.request.request import Request
 
 
-class Placing(Protocol):
-    """place: where does each phase run, and how does KV get there?
+class Placing(ABC):
+    """place: where does each phase run, and how does KV get there?"""
 
-    Optional:
-        launches: bool  -- it has workers, so that there is something to place for `--cluster`
-        policy(now, cores) -> Policy  -- who of its workers does what, in numbers; `cores`: those of the machine, ids.
-            A simulator asks the same policy. Without, all runs in one engine
-        sizes(devices) -> Sequence[str]  -- of a method, not of a setting: knobs of all that so many devices, or fewer,
-            can be workers of, smaller ones first. A planner tries them
-    """
-
+    @abstractmethod
     def build(self, plan: Plan) -> Placed:
         """An engine, or an engine made of engines, ready for requests."""
-        ...
+
+    def policy(self, now: float, cores: Sequence[int]) -> Policy | None:
+        """Who of its workers does what, in numbers; `cores`: those of the machine, ids. A simulator asks the same
+        policy. None: all runs in one engine."""
+        return None
+
+    @staticmethod
+    def sizes(devices: int) -> Sequence[str] | None:
+        """Knobs of all placements that so many devices, or fewer, can be workers of, smaller ones first. A planner
+        tries them. None: it is no matter of devices."""
+        return None
 
 
 class Placed(Protocol):

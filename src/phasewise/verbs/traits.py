@@ -38,6 +38,7 @@ class Traits:
     recomputes: bool = False  # attend: decoded rows are computed once more, from all rows before them
     low_rank: bool = False  # its rows run with low-rank weights
     packs_blocks: bool = False  # store: finished rows are packed in blocks
+    own_wire: bool = False  # store: rows may travel between engines in a form of their own
     ranks_rows: bool = False  # store: blocks are packed by how much attention their rows get
 
     # prompts

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from phasewise.verbs.method import Method
-from phasewise.verbs.place import Placed, Plan
+from phasewise.verbs.place import Placed, Placing, Plan
 from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class Colocated(Method):
+class Colocated(Method, Placing):
     """One engine runs prompts and decoding."""
 
     paper: ClassVar[str] = ""

@@ -14,12 +14,12 @@ from phasewise.cluster.router import Router
 from phasewise.cluster.supervisor import Timeouts
 from phasewise.errors import UserError
 from phasewise.verbs.method import Method
-from phasewise.verbs.place import Placed, Plan
+from phasewise.verbs.place import Placed, Placing, Plan
 from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class Disaggregated(Method):
+class Disaggregated(Method, Placing):
     """`prefill` workers share `share` of the KV budget and compute prompts and first tokens, `decode` workers the rest.
 
     Decoding workers pull: a finished prompt waits in its worker's share of the budget until one of them has room, and

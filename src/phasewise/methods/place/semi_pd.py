@@ -15,12 +15,12 @@ from phasewise.cluster.shared_pool_policy import SharedPoolPolicy
 from phasewise.cluster.supervisor import Timeouts
 from phasewise.errors import UserError
 from phasewise.verbs.method import Method
-from phasewise.verbs.place import Placed, Plan
+from phasewise.verbs.place import Placed, Placing, Plan
 from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class SemiPD(Method):
+class SemiPD(Method, Placing):
     """One worker computes prompts, another one goes on with them: neither phase waits for the other's steps, and both
     spend the same budget. Decoding workers keep what their requests need to grow; prompts take the rest, and wait for
     more than that.

@@ -14,12 +14,12 @@ from phasewise.cluster.router import Router
 from phasewise.cluster.supervisor import Timeouts
 from phasewise.errors import UserError
 from phasewise.verbs.method import Method
-from phasewise.verbs.place import Placed, Plan
+from phasewise.verbs.place import Placed, Placing, Plan
 from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class Splitwise(Method):
+class Splitwise(Method, Placing):
     """`prompt` and `token` workers, and `mixed` ones without another home, each with an equal part of the KV budget.
 
     A request gets two workers when it arrives: the prompt worker with the fewest pending tokens, and the token worker

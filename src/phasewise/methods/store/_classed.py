@@ -4,13 +4,12 @@ ZipCache makes of rows."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from phasewise.kv.blocks import BlockCut
+from phasewise.kv.blocks import BlockCut, Marked
 from phasewise.kv.buffer import Kind, KVShape, Raw
 from phasewise.kv.packed import Classes
 from phasewise.ops.packing import LARGEST, dequantise, pack, packed, quantise, unpack
@@ -21,7 +20,7 @@ class _Packed(Raw):
 
 
 @dataclass(frozen=True)
-class Classed(_Packed):
+class Classed(_Packed, Marked):
     """Blocks of `rows` rows, of all heads of a layer together. Of rows sealed together, `upper` for each block are kept
     in `high` bits a number, the others in `low`: those with the largest marks, of equal ones the earlier. They lie in
     their class in the order of the text, whichever block that puts them in, so that no place of a class stays empty.
@@ -35,10 +34,10 @@ class Classed(_Packed):
     low: int
     rows: int
     upper: int
+    cuts: tuple[BlockCut, BlockCut] = field(init=False, repr=False, compare=False)
 
-    @cached_property
-    def cuts(self) -> tuple[BlockCut, BlockCut]:
-        return BlockCut(self.rows), BlockCut(self.rows)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cuts", (BlockCut(self.rows), BlockCut(self.rows)))
 
     def packings(self, dim: int) -> tuple[Classes, Classes]:
         both = Classes((self.high, self.low))

@@ -14,18 +14,18 @@ from typing import Any, ClassVar, Literal
 from phasewise.catalog import name_of, part
 from phasewise.errors import UserError
 from phasewise.kv import entropy
-from phasewise.kv.buffer import KVShape, Raw
+from phasewise.kv.buffer import Codec, KVShape, Raw
 from phasewise.kv.chunked import Chunked, Cut
 from phasewise.kv.wire import Numbers, Wire
 from phasewise.methods.store.slab import Slab
 from phasewise.verbs.host import Host
 from phasewise.verbs.method import Method
-from phasewise.verbs.store import Codec
+from phasewise.verbs.store import Storing
 from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class CacheGen(Method):
+class CacheGen(Method, Storing):
     """A row of a layer's keys or values is rounded to some tens of steps of its largest number, fewer in deep layers.
     Chunks of `chunk` rows are coded one by one, each with the distributions of its channels' symbols, so nothing is
     calibrated. Level 0 sends rows as they are, 1 to 4 ever coarser ones. Prompts are rounded once, when complete, on
@@ -69,7 +69,7 @@ class CacheGen(Method):
             raise UserError(f"cachegen: deadline={self.deadline} must be positive (seconds)")
         if self.bandwidth is not None and not 0 < self.bandwidth < math.inf:
             raise UserError(f"cachegen: bandwidth={self.bandwidth} must be positive (bytes a second)")
-        if hasattr(self.rest, "wire"):
+        if self.rest.traits.own_wire:
             sends = f"cachegen: rest={name_of('store', self.rest)} sends rows itself"
             raise UserError(f"{sends}: choose slab, int8, kivi, gear or zipcache")
         if self.level != 0:
@@ -85,7 +85,7 @@ class CacheGen(Method):
     def traits(self) -> Traits:
         inner = "" if isinstance(self.rest, Slab) else f":rest={name_of('store', self.rest)}"
         rest: Traits = self.rest.traits
-        return replace(rest, inner=inner)
+        return replace(rest, inner=inner, own_wire=True)
 
     def bind(self, host: Host) -> object:
         """Of the other slots: what `rest` fills them with."""

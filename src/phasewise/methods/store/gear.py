@@ -12,15 +12,15 @@ from typing import ClassVar, Literal
 
 from phasewise.errors import UserError
 from phasewise.kv.blocks import BlockCut
-from phasewise.kv.buffer import Raw
+from phasewise.kv.buffer import Codec, Raw
 from phasewise.methods.store._approximated import Approximated
 from phasewise.verbs.method import Method
-from phasewise.verbs.store import Codec
+from phasewise.verbs.store import Storing
 from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class Gear(Method):
+class Gear(Method, Storing):
     """Rows are sealed in blocks of `block`, per head. Of every line of a block (a channel of keys, a token of values)
     the share `sparse` of extreme numbers, half of them the largest and half the smallest, is kept apart in 16 bits with
     an index of 16; at least one of each, unless `sparse=0` (GEAR-L). The rest is rounded to `bits` bits a number,

@@ -15,16 +15,16 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from phasewise.kv.buffer import KVShape, Raw
+from phasewise.kv.buffer import Codec, KVShape, Raw
 from phasewise.verbs.method import Method
-from phasewise.verbs.store import Codec
+from phasewise.verbs.store import Storing
 from phasewise.verbs.traits import Traits
 
 LEVELS = 127
 
 
 @dataclass(frozen=True)
-class Int8(Method):
+class Int8(Method, Storing):
     """Keys (rotated) and values as int8 with a bfloat16 scale: `2 * (D + 2)` bytes per row and head. 16 bits = as is.
 
     Left out: keys quantised per channel, which low bit widths need (KIVI, arXiv 2402.02750).
@@ -43,7 +43,7 @@ class Int8(Method):
         return _Rounded() if self.bits == 8 else Raw()
 
 
-class _Rounded:
+class _Rounded(Codec):
     """Planes: keys int8 [H, R, D], their scales bfloat16 [H, R], then the same for values."""
 
     exactness = "quantised"

@@ -12,15 +12,15 @@ from typing import ClassVar, Literal
 
 from phasewise.errors import UserError
 from phasewise.kv.blocks import BlockCut
-from phasewise.kv.buffer import Raw
+from phasewise.kv.buffer import Codec, Raw
 from phasewise.methods.store._grouped import Grouped
 from phasewise.verbs.method import Method
-from phasewise.verbs.store import Codec
+from phasewise.verbs.store import Storing
 from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class Kivi(Method):
+class Kivi(Method, Storing):
     """Keys have few channels that are large in all tokens, so they are rounded channel by channel, `group` consecutive
     tokens at a time; values token by token, `group` consecutive channels at a time. Each group has the 2 ** bits evenly
     spaced levels between its smallest and largest number, which are kept in 16 bits: `bits + 32 / group` bits a number.

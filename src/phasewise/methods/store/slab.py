@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from phasewise.kv.buffer import Raw
+from phasewise.kv.buffer import Codec, Raw
 from phasewise.verbs.method import Method
-from phasewise.verbs.store import Codec
+from phasewise.verbs.store import Storing
 from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class Slab(Method):
+class Slab(Method, Storing):
     """Rows in the model's own dtype."""
 
     paper: ClassVar[str] = ""

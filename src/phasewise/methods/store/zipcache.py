@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
-from phasewise.kv.buffer import KVShape, Raw
+from phasewise.kv.buffer import Codec, KVShape, Raw
 from phasewise.kv.drawers import Room
 from phasewise.methods.store._classed import Classed
 from phasewise.model.config import ModelConfig
@@ -32,14 +32,14 @@ from phasewise.step.span import Span
 from phasewise.step.trail import Trail
 from phasewise.verbs.host import Host
 from phasewise.verbs.method import Method
-from phasewise.verbs.store import Codec
+from phasewise.verbs.store import Storing
 from phasewise.verbs.traits import Traits
 
 SUMS, BLOCK = "zipcache", "zipcache block"  # drawers: of a prompt's slots; of the rows of the last block that is full
 
 
 @dataclass(frozen=True)
-class ZipCache(Method):
+class ZipCache(Method, Storing):
     """The share `important` of rows is kept in `high` bits a number, the rest in `low`: the same rows for all heads of
     a layer, by what a row gets of the attention of probe rows, divided by the number of those that see it: without
     that, early rows would win because more see them. Probes are the last share `probes` of the prompt's rows, and as

@@ -7,6 +7,7 @@ from functools import partial
 from typing import ClassVar
 
 from phasewise.kv.blocks import BlockCut
+from phasewise.kv.buffer import Codec
 from phasewise.methods.store._grouped import Grouped
 from phasewise.reproduce import loads
 from phasewise.reproduce.controls import Control, Swapped
@@ -15,7 +16,7 @@ from phasewise.reproduce.stranger import lead
 from phasewise.reproduce.system import Attempt, Counter, Paper, Quality, Saving, Setting, System, Timing, Tried
 from phasewise.reproduce.systems import _blocks as blocks
 from phasewise.reproduce.workload import STRANGER
-from phasewise.verbs.store import Codec
+from phasewise.verbs.store import Storing
 from phasewise.verbs.traits import Traits
 
 BITS, GROUP, RESIDUAL, NEW = 2, 32, 128, 40
@@ -28,7 +29,7 @@ TURNED = Setting(objects={"store": Swapped(BITS, GROUP, RESIDUAL)})
 
 
 @dataclass(frozen=True)
-class InBits(Control):
+class InBits(Control, Storing):
     """store: KIVI in any number of bits up to 8."""
 
     bits: int
