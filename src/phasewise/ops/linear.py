@@ -21,7 +21,7 @@ PRECISIONS = ("as stored", "int8")
 
 
 class Form(Protocol):
-    """How the weight is kept and multiplied."""
+    """The form in which a weight is kept and multiplied."""
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor: ...
 
@@ -144,7 +144,7 @@ def _multiply(x: Tensor, packed: Tensor, bias: Tensor | None, add: Tensor | None
 
 @cache
 def _can_pack(dtype: torch.dtype) -> bool:
-    """Whether oneDNN packs and multiplies weights of this type here; says so once in the log when it does not."""
+    """True if oneDNN packs and multiplies weights of this type here. The log says so once when it does not."""
     try:
         x = torch.zeros(1, 16, dtype=dtype)
         _multiply(x, _pack(torch.zeros(16, 16, dtype=dtype)), None, x)

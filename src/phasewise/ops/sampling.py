@@ -20,8 +20,8 @@ def largest(logits: Tensor) -> list[int]:
 
 
 def barred(mask: Tensor, vocab: int) -> Tensor:
-    """What a mask adds to logits, float32 [vocab]: 0, or -inf where bit i of word j, int32 [vocab / 32], is not set:
-    token 32 j + i."""
+    """The number that a mask adds to each logit, float32 [vocab]: 0, or -inf where bit i of word j, int32 [vocab / 32],
+    is not set: token 32 j + i."""
     return torch.from_numpy(ADDED[mask.numpy().view(np.uint8)].reshape(-1)[:vocab])
 
 

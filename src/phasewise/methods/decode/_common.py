@@ -39,7 +39,7 @@ def common(old: Sequence[int], new: Sequence[int], least: int) -> list[tuple[int
 
 
 def _same(old: Sequence[int], new: Sequence[int], at: int, to: int) -> int:
-    """How many tokens agree from there on."""
+    """The number of tokens that agree from there on."""
     most = min(len(old) - at, len(new) - to)
     return next((i for i in range(most) if old[at + i] != new[to + i]), most)
 

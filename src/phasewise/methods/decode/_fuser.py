@@ -34,7 +34,7 @@ def shapes(layers: int, heads: int, sizes: tuple[int, int], width: int) -> dict[
 
 
 def added(weights: Mapping[str, Tensor], side: str, layer: int, own: Tensor, other: Tensor) -> Tensor:
-    """What is added to `own` [r, own] where the gate is open, of `other` [r, other] as well."""
+    """The addition to `own` [r, own] where the gate is open, of `other` [r, other] as well."""
 
     def of(name: str) -> Tensor:
         return weights[f"{side}.{name}"][layer]

@@ -1,4 +1,4 @@
-"""What methods share that make a prompt's KV of a second model's: what goes together, and how prompts are read."""
+"""Shared parts of methods that make a prompt's KV of a second model's: which models fit, and how prompts are read."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def second(host: Host, method: str, role: str, name: str) -> Model:
 
 
 def same(one: Model, other: Model) -> bool:
-    """Whether two models are one."""
+    """True if two models are one."""
     return one.config == other.config and fingerprint(one) == fingerprint(other)
 
 
@@ -56,7 +56,7 @@ class Reader:
         self.piece = piece
 
     def ahead(self, request: Request) -> int:
-        """How many tokens it has read."""
+        """The number of tokens that it has read."""
         return request.prompt_len - self.companion.lag(request)
 
     def follow(self, request: Request, upto: int) -> None:
@@ -70,7 +70,7 @@ class Reader:
         return self.ahead(request)
 
     def rows(self, request: Request, start: int, stop: int) -> Rows:
-        """What it has for some tokens of the prompt, as its cache holds them."""
+        """Its keys and values of some tokens of the prompt, as its cache holds them."""
         return self.companion.between(request, start, stop)
 
     def forget(self, request: Request) -> None:

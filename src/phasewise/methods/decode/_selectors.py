@@ -1,4 +1,4 @@
-"""What selectors of diffusion decoding are told and owe, and what they share; the selectors are files of `selector/`.
+"""The interface and shared parts of diffusion selectors, which are files of `selector/`.
 
 Rules as in SDAR (arXiv 2510.06303) and Fast-dLLM (arXiv 2505.22618), but for the confidence: it is untempered here, and
 SDAR's is what temperature and top-p leave of it.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Masked:
-    """What a step found out about the masked rows of one block, in order of position."""
+    """Predictions of a step for the masked rows of one block, in order of position."""
 
     confidence: Sequence[float]  # untempered probability of each row's candidate
     entropy: Sequence[float]  # nats; empty unless the selector `reads` it
@@ -43,7 +43,7 @@ class Selector(ABC):
         """Indices into the masked rows, each once."""
 
     def bind(self, host: Host) -> Selector:
-        """What works in its place in one engine."""
+        """Returns the runtime that works in its place in one engine."""
         return self
 
 

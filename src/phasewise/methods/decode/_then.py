@@ -1,4 +1,4 @@
-"""What decode methods for prompts alone leave to another one: every token after the prompt."""
+"""Lets decode methods for prompts alone leave every token after the prompt to another one."""
 
 from __future__ import annotations
 

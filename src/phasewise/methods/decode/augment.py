@@ -86,7 +86,7 @@ class Augment(Method):
 
 
 class _Coprocessor:
-    """What its rows run with: every layer, and low-rank weights."""
+    """The phase of the coprocessor's rows: every layer, with low-rank weights."""
 
     def __init__(self, delta: Delta) -> None:
         self.delta = delta
@@ -127,7 +127,7 @@ class Augmenting(Handing):
 
     # ---- which rows
     def _waits(self, request: Request) -> bool:
-        """Whether the rows of its prompt are all there, and latents are to come."""
+        """True if the rows of its prompt are all there, and latents are to come."""
         assert request.kv is not None
         return request.prefilling and request.kv.layers[0].n == request.prompt_len
 
@@ -152,7 +152,7 @@ class Augmenting(Handing):
         return spans
 
     def _latents(self, request: Request, phase: Phase) -> Span:
-        """What the coprocessor reads with, or the rows that it has made."""
+        """The inputs of the coprocessor, or the rows that it has made."""
         assert request.kv is not None
         made: Tensor | None = request.state.get(NAME)
         at = range(request.prompt_len, request.prompt_len + self.count)

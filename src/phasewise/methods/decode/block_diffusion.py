@@ -117,7 +117,7 @@ class _Wanted:
 
 @dataclass(slots=True)
 class _Drawn:
-    """What the model says at the wanted rows, in order: candidates, confidences, entropies and gaps of logits."""
+    """Predictions at the wanted rows, in order: candidates, confidences, entropies and gaps of logits."""
 
     tokens: list[int]
     confidence: list[float]
@@ -145,7 +145,7 @@ class _BlockDiffusion(Decode):
         return [self._span(request, budget, phase) for request, budget in zip(requests, budgets)]
 
     def _plan(self, request: Request, budget: int) -> tuple[int, _Canvas | None]:
-        """Where the slice of whole known blocks ends, and the block denoised after it (None = not in this step)."""
+        """The end of the slice of whole known blocks, and the block denoised after it (None = not in this step)."""
         start, unit = request.computed, self.unit
         front = -(-request.prompt_len // unit) * unit  # the prompt's phase ends with its last block
         whole = request.known // unit * unit

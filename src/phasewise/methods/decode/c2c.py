@@ -123,14 +123,14 @@ class C2C(Method):
 
 
 class Fuser:
-    """What is added to rows of the model, of a sharer's, in float32; which gates are open never depends on rows."""
+    """The addition to rows of the model, made of a sharer's, in float32; which gates are open never depends on rows."""
 
     def __init__(self, model: Model, sharer: Model, tensors: Mapping[str, Tensor]) -> None:
         self.weights = {name: tensor.to(model.device, torch.float32) for name, tensor in tensors.items()}
         self.of = layer_map(model.config.layers, sharer.config.layers)
 
     def open(self, side: str, layer: int) -> bool:
-        """Whether anything is added there."""
+        """True if anything is added there."""
         return bool(self.weights[f"{side}.gate"][layer] > 0)
 
     def added(self, side: str, layer: int, own: Tensor, other: Rows) -> Tensor:
@@ -192,7 +192,7 @@ class Fusing(Handing):
 
     @staticmethod
     def _until(request: Request) -> int | None:
-        """How many rows are to be fused; None: none, or they have been."""
+        """The number of rows to be fused; None: none, or they have been."""
         fused = request.kv is not None and request.kv.foreign
         return None if fused or not request.prefilling or request.prompt_len < 2 else request.prompt_len - 1
 

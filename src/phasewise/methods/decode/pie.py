@@ -86,7 +86,7 @@ class Piece(NamedTuple):
 
 
 class Plan:
-    """What a request will take, from the left, and where it lies: KV that nobody can take away meanwhile."""
+    """The KV that a request will take from an earlier one, from the left. Nobody can take it away meanwhile."""
 
     def __init__(self, source: KV | None, pieces: Sequence[Piece]) -> None:
         self.source, self.pieces = source, pieces
@@ -157,7 +157,7 @@ class Editing(Handing):
 
     @staticmethod
     def _upto(request: Request) -> int | None:
-        """Where the next rows that need not be computed begin; None: none are to come."""
+        """The place where the next rows that need not be computed begin; None: none are to come."""
         plan = request.state.get(NAME) if request.prefilling else None
         return None if plan is None else next((p.start for p in plan.pieces if p.start > request.computed), None)
 

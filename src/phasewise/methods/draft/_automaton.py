@@ -83,8 +83,8 @@ class SuffixAutomaton:
         return state, self._length[state]
 
     def after(self, state: int, match: int, shortest: int) -> Iterator[tuple[int, list[int]]]:
-        """What has followed a text that ends in the `match` tokens of `state`: for its suffixes of at least `shortest`
-        tokens, longest first, how many tokens match and the tokens that followed, latest first."""
+        """Yields what has followed a text that ends in the `match` tokens of `state`: for its suffixes of at least
+        `shortest` tokens, longest first, how many tokens match and the tokens that followed, latest first."""
         while match >= shortest and state > 0:
             edges = self._next[state]
             if len(edges) == 1:
@@ -96,8 +96,8 @@ class SuffixAutomaton:
             match = self._length[state]
 
     def latest(self, state: int, match: int, shortest: int) -> tuple[int, int, int, int] | None:
-        """Of what `after` yields first: the latest token, how many tokens match before it, how many different ones have
-        followed these, and the state where the token leads (it matches one token more); None: nothing."""
+        """Returns the first that `after` yields: the latest token, how many tokens match before it, how many different
+        ones have followed these, and the state where the token leads (it matches one token more); None: nothing."""
         while match >= shortest and state > 0:
             edges = self._next[state]
             if edges:

@@ -1,4 +1,4 @@
-"""What drafters that copy share: copies of a text, and many continuations counted into one tree."""
+"""Shared parts of drafters that copy: copies of a text, and many continuations counted into one tree."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def order(tokens: NDArray[np.int32]) -> NDArray[np.int32]:
 
 
 def named(method: str, store: str, model: Model) -> Datastore:
-    """What the `store` of a method says: `library`, a folder, or `random:SEED`. Raises UserError naming the method."""
+    """Opens the `store` of a method: `library`, a folder, or `random:SEED`. Raises UserError naming the method."""
     if store == LIBRARY:
         return library(model.files)
     if not store.startswith(RANDOM):
@@ -149,7 +149,7 @@ def load(folder: Path, files: Source) -> Datastore:
 
 
 def library(files: Source) -> Datastore:
-    """Of the training part of Python's own library, made once per tokenizer and kept where caches lie."""
+    """A datastore of the training part of Python's own library, made once per tokenizer and kept where caches lie."""
     name = f"library-{sys.version_info.major}.{sys.version_info.minor}-{vocabulary(files)}"
     folder = caches() / "phasewise" / "datastores" / name
     if not (folder / ABOUT).is_file():
@@ -163,7 +163,7 @@ def library(files: Source) -> Datastore:
 
 
 def encoded(files: Source, texts: Sequence[str], done: Callable[[int], None] = lambda texts: None) -> Datastore:
-    """Of texts, in a model's tokens; `done` is told how many of them have been encoded."""
+    """A datastore of texts in a model's tokens; `done` is told how many of them have been encoded."""
     tokenizer, out = Tokenizer.load(files.path), list[Sequence[int]]()
     for n, text in enumerate(texts, 1):
         out.append(tokenizer.encode(text, add_special=False))
@@ -172,11 +172,11 @@ def encoded(files: Source, texts: Sequence[str], done: Callable[[int], None] = l
 
 
 def random(vocab: int, seed: int) -> Datastore:
-    """Of random tokens: nothing that a model would say, but always something to find."""
+    """A datastore of random tokens: nothing that a model would say, but always something to find."""
     drawn = np.random.default_rng(seed).integers(0, vocab, (64, 256))
     return Datastore.of(drawn.tolist())
 
 
 def vocabulary(files: Source) -> str:
-    """What tells a tokenizer from others, 16 hexadecimal digits."""
+    """The fingerprint of a tokenizer, 16 hexadecimal digits."""
     return hashlib.sha256(files.tokenizer().to_str().encode()).hexdigest()[:16]

@@ -55,7 +55,7 @@ class Desk:
 
     @property
     def passes(self) -> int:
-        """Of the draft model, so far."""
+        """Passes of the draft model so far."""
         return self.companion.counters.draft_forwards
 
     @property
@@ -64,7 +64,7 @@ class Desk:
         return self.companion.store.ledger.used
 
     def work(self, orders: Sequence[Order]) -> list[list[int]]:
-        """What each order guesses."""
+        """Returns the guesses of each order."""
         with torch.inference_mode():
             texts = [self._text(order) for order in orders]
             most = max(order.guesses for order in orders)

@@ -1,4 +1,4 @@
-"""What requests were answered lately, to be looked up by those that come after them."""
+"""Answers of recent requests, to be looked up by those that come after them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ Place = tuple[int, int]  # a state of an automaton, and how many tokens match th
 
 
 class Cursor:
-    """Where a request's text, up to `n` tokens, ends in another text: its longest end that occurs there."""
+    """The place where the end of a request's text, up to `n` tokens, occurs in another text: its longest end that
+    occurs there."""
 
     def __init__(self, text: SuffixAutomaton, n: int) -> None:
         self.text, self.n = text, n

@@ -1,4 +1,4 @@
-"""What of a long prompt is worth reading again: its beginning, the pieces nearest to its end, and its end."""
+"""Pieces of a long prompt that are worth reading again: its beginning, the pieces nearest to its end, and its end."""
 
 from __future__ import annotations
 

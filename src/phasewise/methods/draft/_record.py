@@ -1,4 +1,4 @@
-"""How often guesses were right: in all requests, and in one."""
+"""Records how often guesses were right: in all requests, and in one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FIRST = 12.0  # trials of a kind in which a request counts among all
 
 
 class Chances:
-    """How often guesses of a kind were right where their parent was, in all requests; the past fades.
+    """Acceptance rates of a kind of guess where its parent was right, in all requests; the past fades.
 
     A request counts by its first trials of a kind alone: one that says the same over and over has hundreds of them, and
     they say little about the next one.
@@ -30,7 +30,7 @@ class Chances:
 
     @property
     def worse(self) -> float:
-        """Of what should have been right of late, how much was: texts of another sort show in all kinds at once."""
+        """The share of recent expectations that came true: texts of another sort show in all kinds at once."""
         return min(1.0, (self._right + ALL_WEIGHT) / (self._hoped + ALL_WEIGHT))
 
     def of(self, kind: int) -> float:
@@ -67,7 +67,7 @@ class Watched:
 
 @dataclass(slots=True)
 class Record:
-    """What became of one request's guesses. Whether they ran does not matter: the text says which were right."""
+    """The outcomes of one request's guesses. Whether they ran does not matter: the text says which were right."""
 
     watched: Watched | None = None
     counts: dict[int, list[float]] = field(default_factory=dict)  # kind -> [tried, right]
@@ -101,8 +101,8 @@ class Record:
             self.watched = Watched(draft, kinds, known)
 
     def chance(self, kind: int, chances: Chances) -> float:
-        """That a guess of this kind is right if its parent is. Where a request's guesses are wrong more often than
-        those of others, so it is with kinds of which it had few."""
+        """The chance that a guess of this kind is right if its parent is. Where a request's guesses are wrong more
+        often than those of others, so it is with kinds of which it had few."""
         worse = min(1.0, (self.right + ALL_WEIGHT * DOUBT * chances.worse) / (self.hoped + ALL_WEIGHT))
         common, own = worse * chances.of(kind), self.counts.get(kind)
         return common if own is None else (own[1] + OWN_WEIGHT * common) / (own[0] + OWN_WEIGHT)

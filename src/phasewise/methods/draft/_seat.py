@@ -1,4 +1,4 @@
-"""Where a desk stands: in the engine's thread, or in a process that works while the engine does. Both get the same
+"""The place of a draft worker: the engine's thread, or a process that works while the engine does. Both get the same
 messages in the same order, so both say the same.
 
 The process is a fresh interpreter at the other end of a pipe: it loads the draft model by itself, has threads of its
@@ -118,7 +118,7 @@ class Inline(Seat):
 
 @dataclass(frozen=True, slots=True)
 class Furniture:
-    """What a desk is made of in another process."""
+    """The configuration of a draft worker in another process."""
 
     path: str  # of the draft model
     dtype: str
@@ -169,7 +169,7 @@ class Process(Seat):
             self._died(error)
 
     def _plain(self, order: Order) -> list[Any]:
-        """What the process does not know yet."""
+        """The part of an order that the process does not know yet."""
         told = self._told.get(order.key)
         kept = 0 if told is None else common(told, order.tokens)
         self._told[order.key] = order.tokens

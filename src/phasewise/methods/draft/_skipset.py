@@ -65,7 +65,7 @@ class Search:
         return ideas[promising(points, values, self._points(ideas))]
 
     def note(self, sites: Sites, score: float) -> None:
-        """What became of the proposal."""
+        """Takes the outcome of the proposal."""
         if self.score is None:
             self.score = self._base = score
         else:
@@ -95,7 +95,7 @@ class Search:
 
 
 def initial(inner: int, count: int) -> Sites:
-    """So many sub-layers: both halves of every second layer, from the first on; then of the others."""
+    """The first set of so many sub-layers: both halves of every second layer, from the first on; then of the others."""
     pairs = [(layer, layer + inner) for layer in (*range(0, inner, 2), *range(1, inner, 2))]
     return frozenset([site for pair in pairs for site in pair][:count])
 

@@ -12,7 +12,7 @@ from phasewise.verbs.draft import Draft, Drawn
 
 @dataclass(frozen=True)
 class Spine:
-    """Of every level's guesses the first is followed up."""
+    """A tree that follows up the first guess of every level: a chain."""
 
     levels: int
     branches: int

@@ -1,4 +1,4 @@
-"""What follows two tokens, and how often: counted once in a datastore, then adapted to what is being written."""
+"""Counts of what follows two tokens: counted once in a datastore, then adapted to what is being written."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Aggressive(Method, Drafter):
     def learn(
         self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome], tops: Tensor | None = None
     ) -> None:
-        """What was said is read from the request itself: guesses hang on its tokens alone."""
+        """Does nothing: guesses depend on the request's own tokens alone."""
 
     def _guess(self, request: Request, budget: int) -> Draft:
         copy: Copying | None = request.state.get(NAME)
@@ -94,7 +94,7 @@ class Aggressive(Method, Drafter):
 
 
 class Copying:
-    """How far an answer has got in its source: the next token is expected to be that `at`; None: it has left it."""
+    """The place of an answer in its source: the next token is expected to be that `at`; None: it has left it."""
 
     __slots__ = ("_index", "_last", "at", "attached", "n", "seen", "source")
 
@@ -128,7 +128,7 @@ class Copying:
         return twin
 
     def _found(self) -> int | None:
-        """Where the source goes on after the shortest end of the answer that it has exactly once."""
+        """The place in the source after the shortest end of the answer that occurs there exactly once."""
         for length in range(1, len(self._last) + 1):
             after = self._index.get(tuple(self._last[-length:]))
             if after != MANY:

@@ -101,7 +101,7 @@ class LookaheadRun(Drafter):
             row += len(judged(span))
 
     def _moved(self, state: dict[str, Any], pending: int, after: int, said: list[int]) -> None:
-        """What the model `said` after every entry of the rows that asked, and `after` the pending token."""
+        """Moves the trajectories on by what the model `said` after every entry, and `after` the pending token."""
         asked: Rows = state["asked"]
         if _count(asked) != len(said):
             return  # cut after all
@@ -143,7 +143,7 @@ class LookaheadRun(Drafter):
 
 
 def _remember(pool: Pool, key: int, gram: tuple[int, ...], most: int) -> None:
-    """As the latest; of more than `most`, the oldest goes."""
+    """Stores an n-gram as the latest; of more than `most`, the oldest goes."""
     grams = pool.setdefault(key, [])
     if gram in grams:
         grams.remove(gram)

@@ -73,7 +73,7 @@ class Paced(Method):
 
 @dataclass(slots=True)
 class _Paces(Record):
-    """What became of one request's guesses, and when it will be looked at again."""
+    """The outcomes of one request's guesses, and the time of its next probe."""
 
     wakes: int = 0  # the step before which there is no looking
     whole: bool = False  # whether its guesses are left as they are
@@ -97,7 +97,7 @@ class _Paces(Record):
 
 
 class Pacer(Drafter):
-    """What it remembers of a request is a `_Paces`, of steps and kinds of guesses what all requests share."""
+    """Remembers a `_Paces` per request; costs of steps and acceptance of kinds of guesses are shared by all."""
 
     def __init__(self, of: Drafter, clock: Callable[[], float] = time.perf_counter) -> None:
         self.of, self.clock = of, clock
@@ -182,14 +182,14 @@ class Pacer(Drafter):
         self.of.close()
 
     def _timely(self, number: int) -> bool:
-        """Whether a step without looks is timed, or the next one may be."""
+        """True if a step without probes is timed, or the next one may be."""
         return number % SEEN in (0, SEEN - 1) or (number + 1) % self._pause == 0
 
     def _ask(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
         return self.of.draft(requests, budgets)
 
     def _new(self, request: Request) -> _Paces:
-        """Who comes new is looked at at once, unless looks at others were worth little of late."""
+        """Probes a new request at once, unless probes of others gained little of late."""
         paces = request.state[NAME] = _Paces()
         paces.whole = not self.sized(request)
         n, price = self._together, self._price(self._together)
@@ -202,7 +202,8 @@ class Pacer(Drafter):
         return paces
 
     def _price(self, n: int) -> float:
-        """How many guesses must be right for a look at one of `n` requests to pay: all of them wait for it."""
+        """The number of guesses that must be right for a probe of one of `n` requests to pay: all of them wait for
+        it."""
         line = self._line(n)
         return 0.0 if line is None else (1 + self._look / line.base) ** n - 1
 
@@ -211,7 +212,8 @@ class Pacer(Drafter):
         return self._number - self._number % self._pause + self._pause if self._pause > 1 else 0
 
     def _line(self, n: int) -> Line | None:
-        """What a step of `n` requests takes, and a row more: plain steps say it best, where there were some."""
+        """The seconds of a step of `n` requests, and of a row more. Plain steps measure it best, where there were
+        some."""
         line, plain = self.costs.near(n), self._plain.get(n)
         return line if line is None or plain is None else Line(plain, line.row)
 

@@ -95,7 +95,7 @@ def _sampling(sample: Any) -> str:
 
 @dataclass(slots=True)
 class _Line:
-    """What is expected of one request. `stream`: the guesses that follow its first `known` tokens, none of which has
+    """Expectations of one request. `stream`: the guesses that follow its first `known` tokens, none of which has
     been found wrong; without any, the next round is a pre-verify."""
 
     seat: Seat
@@ -112,7 +112,8 @@ class _Line:
         self.known = len(tokens)
 
     def order(self, request: Request, knobs: PEARL, context: int) -> Order | None:
-        """What the draft model does while the stream's beginning is verified; a long prompt is read in pieces first."""
+        """The work of the draft model while the stream's beginning is verified; a long prompt is read in pieces
+        first."""
         if request.known >= context:
             return None  # of the draft model, which may be the shorter
         if request.known - self.read > knobs.chunk:

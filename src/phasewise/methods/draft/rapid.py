@@ -81,11 +81,11 @@ class Rapid(Method):
         return made
 
     def scores(self, reader: Model) -> Scorer:
-        """How pieces are told apart."""
+        """Scores by which pieces are ranked."""
         return bm25 if self.scorer == "bm25" else partial(nearest, reader.embed)
 
     def _text(self, scorer: Scorer, request: Request) -> list[int]:
-        """What the drafter reads of a request: pieces of its prompt, then what was generated."""
+        """The text that the drafter reads of a request: pieces of its prompt, then what was generated."""
         short: _Short | None = request.state.get(DRAWER)
         if short is None:
             pieces = shortened(request.prompt, self.context, self.piece, self.query, scorer)
@@ -105,7 +105,7 @@ class _Short:
 
 @dataclass(frozen=True)
 class _Chain:
-    """Whether there is another guess hangs on those before it."""
+    """A chain in which the next guess is made only if those before it are likely."""
 
     levels: int
     confidence: float

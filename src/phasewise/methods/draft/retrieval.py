@@ -1,5 +1,5 @@
-"""What others wrote after the same words: continuations found in a datastore, merged into a tree. Exact under every
-verifier that keeps chosen guesses exact, no model, no training."""
+"""Drafts what others wrote after the same words: continuations found in a datastore, merged into a tree. Exact under
+every verifier that keeps chosen guesses exact, no model, no training."""
 
 from __future__ import annotations
 

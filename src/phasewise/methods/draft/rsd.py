@@ -66,7 +66,7 @@ class RSD(Method):
 
 @dataclass(frozen=True)
 class _Widths:
-    """So many children of every node, level by level."""
+    """The number of children of every node, level by level."""
 
     widths: tuple[int, ...]
     drawn: Drawn = DRAWN

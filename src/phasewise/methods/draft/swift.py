@@ -121,7 +121,7 @@ class SelfDrafter(Drafter):
                 self.companion.model = self._thinned(self.search.best).packed()
 
     def score(self, request: Request, sites: Sites) -> float:
-        """Of `window` generated tokens, the share that the model without these sub-layers would have said after the
+        """The share of `window` generated tokens that the model without these sub-layers would have said after the
         ones before, on the whole model's KV of the prompt."""
         start = request.prompt_len
         said = self.host.model.best(self.companion.replay(request, start, start + self.window, self._thinned(sites)))

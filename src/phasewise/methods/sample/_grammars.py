@@ -68,7 +68,7 @@ class Grammars:
 
 @lru_cache(maxsize=4)
 def grammars_of(words: Words) -> Grammars:
-    """What is compiled for a vocabulary, whoever asks."""
+    """The compiled grammars of a vocabulary, shared by all requests."""
     return Grammars(words)
 
 
@@ -173,5 +173,5 @@ def _limits() -> LLParserLimits:
 
 
 def _reason(error: str) -> str:
-    """What is said of a mistake, on one line."""
+    """The message of a mistake, on one line."""
     return " ".join(error.split())[:400]

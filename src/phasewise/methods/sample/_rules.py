@@ -33,7 +33,7 @@ def exclude(logits: Tensor, which: Sequence[int], contexts: Sequence[Context]) -
 
 
 def goes_on(params: Params, token: int) -> bool:
-    """Whether a token that is the only one left is said, and does not end the text. Bad words give way to it."""
+    """True if the only token left is emitted and does not end the text. Bad words give way to it."""
     allowed = params.allowed_token_ids
     return token not in params.stop_tokens and (allowed is None or token in allowed)
 
@@ -47,7 +47,7 @@ def _others(allowed: tuple[int, ...], vocab: int, device: torch.device) -> Tenso
 
 
 def _ends(context: Context) -> list[int]:
-    """What would end the output."""
+    """The tokens that would end the output."""
     request = context.request
     return [*request.params.stop_tokens, *(() if request.params.ignore_eos else request.ends)]
 

@@ -87,7 +87,7 @@ def _words(path: Path, stamp: tuple[Any, ...], vocab: int, ends: tuple[int, ...]
 
 
 def spelled(tokenizer: Tokenizer, vocab: int) -> Iterator[bytes]:
-    """What each id adds to a text. Raises UserError for a tokenizer of which that cannot be said."""
+    """The bytes that each id adds to a text. Raises UserError for a tokenizer of which that cannot be said."""
     kinds = decoders(json.loads(tokenizer.backend.to_str())["decoder"])
     if kinds != {BYTE_LEVEL} and not (kinds and kinds <= PLAIN):
         raise UserError(f"grammars know byte-level and SentencePiece tokenizers, not one that joins tokens by {kinds}")

@@ -61,7 +61,7 @@ class Grammar(Method):
 
 
 class Line:
-    """Where one request stands in its grammar, and the masks that hold there and below."""
+    """The state of one request in its grammar, and the masks that hold there and below."""
 
     def __init__(self, compiled: Compiled, words: Words, start: int) -> None:
         self.words, self.upto = words, start
@@ -102,7 +102,7 @@ class Line:
         return self._sure
 
     def certain(self, path: Path, params: Params) -> bool:
-        """Whether the text goes on with that for certain."""
+        """True if the text goes on with that for certain."""
         return not path or path == self.sure(params)[: len(path)]
 
     def mask(self, path: Path, stops: Sequence[int]) -> Bits | None:

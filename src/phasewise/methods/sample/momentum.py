@@ -25,8 +25,8 @@ LONGEST = 5  # tokens of a repeat; longer ones count as this
 
 @dataclass(frozen=True)
 class Momentum(Method):
-    """Of the `k` likeliest tokens the one with the largest p - alpha * f, f being how many tokens of an earlier text
-    (prompt or output) end with it, the ones before it included, at most five: f = 0 for a token that is new.
+    """Picks of the `k` likeliest tokens the one with the largest p - alpha * f, f being how many tokens of an earlier
+    text (prompt or output) end with it, the ones before it included, at most five: f = 0 for a token that is new.
 
     For greedy requests; sampled ones are drawn as without it. Scores take the place of the logits, so penalties and a
     bias that come after change scores. With alpha=0 it is greedy decoding. Left out: tables of f other than f(n) = n.
@@ -112,7 +112,7 @@ class _Momentum(Chained):
 
 
 def grams(request: Request) -> Grams:
-    """Of a request, up to now."""
+    """The n-grams of a request up to now."""
     held: Grams | None = request.state.get(NAME)
     if held is None:
         held = request.state[NAME] = Grams()

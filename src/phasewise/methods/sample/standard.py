@@ -34,7 +34,7 @@ class Standard(Method, Sample):
     traits: ClassVar[Traits] = Traits("sample")
 
     def greedy(self, contexts: Sequence[Context]) -> bool:
-        """Whether every token is the one of the largest logit, so that no logits are needed."""
+        """True if every token is the one of the largest logit, so that no logits are needed."""
         return all(c.request.params.greedy and not c.request.params.penalised for c in contexts)
 
     def exclude(self, logits: Tensor, contexts: Sequence[Context]) -> None:
@@ -113,7 +113,7 @@ def _penalise(logits: Tensor, rows: Sequence[int], contexts: Sequence[Context]) 
 
 
 def _history(request: Request, logits: Tensor) -> _History:
-    """What a request has seen up to now."""
+    """The tokens that a request has seen up to now."""
     history: _History | None = request.state.get("standard")
     if history is None:
         history = request.state["standard"] = _History(logits.shape[-1], logits.device)

@@ -1,4 +1,4 @@
-"""How long a step takes, learned from the steps that were: seconds = a + b * rows."""
+"""Learns how long a step takes from past steps: seconds = a + b * rows."""
 
 from __future__ import annotations
 

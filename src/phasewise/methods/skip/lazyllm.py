@@ -84,13 +84,13 @@ class LazyLLM(Method):
 
 
 def going(share: float, known: int) -> int:
-    """How many of so many tokens go on; a millionth of one is none, for shares are rounded."""
+    """The number of tokens that go on, of so many; a millionth of one is none, for shares are rounded."""
     return max(1, ceil(share * known - 1e-6))
 
 
 @dataclass(slots=True)
 class _Walk:
-    """What a step makes of a request's rows: data, until they are committed."""
+    """The outcome of a step for a request's rows: data, until they are committed."""
 
     here: Tensor | None = None  # of a prompt: the rows that are still on their way, increasing; None = all
     left: Tensor | None = None  # those that have gone after the layer before

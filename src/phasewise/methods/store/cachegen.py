@@ -88,7 +88,7 @@ class CacheGen(Method, Storing):
         return replace(rest, inner=inner, own_wire=True)
 
     def bind(self, host: Host) -> object:
-        """Of the other slots: what `rest` fills them with."""
+        """Fills the other slots with what `rest` holds."""
         return self.rest.bind(host)
 
     def codec(self) -> Codec:

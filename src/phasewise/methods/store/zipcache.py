@@ -148,7 +148,7 @@ class Saliency:
         self.trail.note(read, [span.rows - 1], state[:, None])
 
     def weigh(self, span: Span) -> Weighs | None:
-        """As `_note` has it, of the last row of a block, which ends its step: native steps find its weights."""
+        """Prepares the weights of the last row of a block, which ends its step: native steps compute them."""
         last = span.rows - 1
         if span.request.prefilling or span.sees is not None or not self.acts(span) or self._asked(span) != [last]:
             return None
@@ -162,7 +162,8 @@ class Saliency:
         return Weighs(room, n, told)
 
     def _note(self, read: Read, rows: Sequence[int]) -> None:
-        """What these rows, each the last of a block on its own path, give the rows of that block."""
+        """Records the weights that these rows, each the last of a block on its own path, give the rows of that
+        block."""
         span, part = read.span, read.part
         weights = probe(read, rows).sum((0, 1))  # [r, N]
         fresh = span.seen(torch.tensor(rows), torch.arange(part.fresh))
@@ -197,7 +198,8 @@ class Saliency:
         return sums[0, start:stop] / self.seeing(request.prompt_len, layer)[start:stop].to(sums.device)
 
     def seeing(self, n: int, layer: int) -> Tensor:
-        """How many of a prompt's probes see each of its rows, at least one: a layer's own window may hide some."""
+        """The number of a prompt's probes that see each of its rows, at least one: a layer's own window may hide
+        some."""
         at, rows = torch.tensor(probed(n, self.knobs.probes, self.knobs.seed)), torch.arange(n)
         seeing = len(at) - torch.searchsorted(at, rows)
         if (window := self.attention[layer].window) is not None:

@@ -71,7 +71,7 @@ class Transfer(Method):
             path.append(child)
 
     def _choice(self, draft: Draft, node: int, children: list[int], own: int, logits: Tensor) -> int:
-        """What follows for a greedy request: the model's `own` choice, or another guess."""
+        """The next token of a greedy request: the model's `own` choice, or another guess."""
         q, guesses = _thought(draft, node), [draft.tokens[child] for child in children]
         if q is None or not guesses or own in guesses or own != int(logits.argmax()):
             return own
@@ -79,7 +79,7 @@ class Transfer(Method):
         return best if best in guesses else own
 
     def _drawn(self, draft: Draft, node: int, children: list[int], p: Tensor, rng: Random, depth: int) -> int:
-        """What follows for a sampled request."""
+        """The next token of a sampled request."""
         guesses = [
             child for child in children if draft.q is not None and float(draft.q[child, draft.tokens[child]]) > 0
         ]
@@ -106,7 +106,7 @@ def moved(logits: Tensor, p: Tensor, q: Tensor, eta: float, share: float) -> Ten
 
 
 def _rest(excess: Tensor, otherwise: Tensor) -> Tensor:
-    """What is positive of it, normalised; if rounding has left nothing, the distribution it came from."""
+    """The positive part, normalised; if rounding has left nothing, the distribution it came from."""
     rest = excess.clamp(min=0.0)
     total = rest.sum()
     return rest / total if float(total) > 0.0 else otherwise

@@ -115,7 +115,7 @@ def _differences(kernels: ctypes.CDLL) -> str:
 
 
 def file(target: str) -> Path:
-    """Where the library of an instruction set lies if it was built. Its name bears no Python's ABI: any may load it."""
+    """The path of an instruction set's library, if it was built. Its name bears no Python's ABI: any may load it."""
     return Path(__file__).parent / f"_{target}.so"
 
 

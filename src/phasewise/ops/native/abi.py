@@ -297,7 +297,7 @@ class TemperedStruct(Structure):
 
 
 class LineStruct(Structure):
-    """Where the numbers of one KV head's slots begin in a plane of all layers."""
+    """The place of one KV head's numbers in a plane of all layers."""
 
     from_: int = 0
     begin: int = 0
@@ -305,7 +305,7 @@ class LineStruct(Structure):
 
 
 class TallyStruct(Structure):
-    """Where the attention weights of a span's only row are recorded."""
+    """The planes in which the attention weights of a span's only row are recorded."""
 
     lines: Pointer = None
     heads: int = 0
@@ -584,7 +584,7 @@ class EmbeddingsStruct(Structure):
 
 
 class LayerChoiceStruct(Structure):
-    """How the rows of one layer choose what they read."""
+    """The selection of rows that one layer reads."""
 
     way: int = 0
     low: Pointer = None
@@ -657,7 +657,7 @@ class VotesCallStruct(Structure):
 
 
 class PlanesStruct(Structure):
-    """Where a span's keys and values lie in one layer."""
+    """The addresses of a span's keys and values in one layer."""
 
     k: Pointer = None
     v: Pointer = None

@@ -1,4 +1,4 @@
-"""How a single row chooses what it reads, as native kernels take it, and lists that come of it."""
+"""Top-k selection of the rows that a single row reads, as native kernels take it, and the lists that result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_VOTING = 1024  # queries that have a say in a list, as in votes.cpp
 
 
 class Candidates(NamedTuple):
-    """What the row at slot n - 1 chooses among in every layer that chooses, as `Choice` (kernels.h) has it: `chosen` of
+    """The candidates of the row at slot n - 1 in every layer that chooses, as `Choice` (kernels.h) has it: `chosen` of
     `units` candidates of `size` slots, the first at slot `first`; what lies before and after them is read anyway.
 
     `rule`: what makes a candidate. `joint`: all heads choose together. Its vectors, of which those from `begin` to
@@ -56,8 +56,8 @@ class Candidates(NamedTuple):
         return n - (self.units - self.chosen) * self.size
 
     def rows(self, known: int, lasting: int) -> int:
-        """Of how many rows vectors are made where `known` are there: those that last, and those of the row's own, but
-        for its key, which is listed."""
+        """The number of rows that vectors are made of where `known` are there: those that last, and those of the row's
+        own, but for its key, which is listed."""
         pieces = (lasting - known, 0 if self.largest else self.end - max(known, lasting))
         return sum((count + self.parts - 1) * self.step for count in pieces if count > 0)
 
@@ -90,7 +90,8 @@ class Ways(NamedTuple):
 
     @staticmethod
     def layer(vectors: Tensor, sums: Tensor | None, scale: float) -> LayerChoiceStruct:
-        """Of one that chooses by vectors [1 | 2, H, .., width]; `scale` of products (0: the layer's own)."""
+        """The selection of a layer that chooses by vectors [1 | 2, H, .., width]; `scale` of products (0: the layer's
+        own)."""
         return LayerChoiceStruct(
             way=CHOSEN, low=vectors[0], high=vectors[1] if len(vectors) == 2 else None, head=vectors.stride(1),
             line=vectors.stride(3), sums=sums, scale=scale,
@@ -128,7 +129,7 @@ class Rest(NamedTuple):
     mean: Tensor
 
     def joined(self, exact: Tensor) -> Tensor:
-        """What the list's rows gave [1, Hq, D], with the rest."""
+        """Joins what the list's rows gave [1, Hq, D] with the rest."""
         held, mean = self.held[:, None], self.mean.repeat_interleave(len(self.held) // len(self.mean), 0)
         return (held * exact.float() + (1 - held) * mean).to(exact.dtype)
 
@@ -149,7 +150,7 @@ class Ballot(NamedTuple):
 
 
 def takes(ballot: Ballot) -> bool:
-    """Whether `choose` does this one."""
+    """True if `choose` does this one."""
     q, k, scale = ballot[:3]
     fits = fit.fits(q, k, k if ballot.v is None else ballot.v, None if scale is None else (scale, scale))
     voting = q.shape[1] // (1 if ballot.candidates.joint else k.shape[0])

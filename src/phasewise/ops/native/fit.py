@@ -1,4 +1,4 @@
-"""What the attention kernels take, one answer for all of them."""
+"""One check of what all attention kernels take."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MOST_RANK, MOST_APART = 16, 64  # of packed blocks, as in mended.h
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor, scales: tuple[Tensor, Tensor] | None) -> bool:
-    """Whether the kernels, where there are any, take q [R, Hq, D] and k, v [H, N, D]: of a known dtype (k and v int8,
+    """True if the kernels, where there are any, take q [R, Hq, D] and k, v [H, N, D]: of a known dtype (k and v int8,
     if they have `scales`) on the CPU, with heads of ordinary size and contiguous rows of keys and values."""
     kept = q.dtype if scales is None else torch.int8
     return (

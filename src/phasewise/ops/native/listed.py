@@ -42,7 +42,7 @@ class Pages(NamedTuple):
 
 
 def fits(listed: Listed) -> bool:
-    """Whether the kernel takes these rows."""
+    """True if the kernel takes these rows."""
     return fit.fits(listed.q, listed.k, listed.v, listed.scales) and library() is not None
 
 
@@ -78,7 +78,7 @@ def _struct(one: Listed, out: Tensor) -> ListedStruct:
 
 
 def takes(pages: Pages) -> bool:
-    """Whether `choose` does this one."""
+    """True if `choose` does this one."""
     kinds = {x.dtype for x in (pages.q, pages.low, pages.high) if x is not None}
     return len(kinds) == 1 and kinds <= set(fit.KIND) and pages.q.device.type == "cpu" and library() is not None
 

@@ -11,7 +11,7 @@ from phasewise.ops.native.spans import Seen
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor, scales: tuple[Tensor, Tensor] | None = None) -> bool:
-    """Whether the kernel takes q [R, Hq, D] and k, v [H, N, D]: as `fit.fits`, with contiguous heads."""
+    """True if the kernel takes q [R, Hq, D] and k, v [H, N, D]: as `fit.fits`, with contiguous heads."""
     return q.stride(2) == 1 and fit.fits(q, k, v, scales) and library() is not None
 
 

@@ -1,4 +1,4 @@
-"""What every slot gets of many rows' weights, in one native call."""
+"""Sums the attention weights that every slot receives from many rows, in one native call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phasewise.ops.native.abi import NoiseStruct, ReceivedCallStruct
 
 
 class Scoring(NamedTuple):
-    """What a score is, and how many of the last slots that there are for a row it sees; None: all."""
+    """The scale of scores, and how many of the last slots a row sees; None: all."""
 
     scale: float
     softcap: float | None = None
@@ -21,7 +21,7 @@ class Scoring(NamedTuple):
 
 
 class Shaping(NamedTuple):
-    """What becomes of scores: Gumbel(0, 1) noise is added, a draw for each row, key, query head and `layer`, and what
+    """A perturbation of scores: Gumbel(0, 1) noise is added, a draw for each row, key, query head and `layer`, and what
     then is there multiplied with `inverse` float32 [R].
 
     `seeds` (None: no noise) and `rows` int64 [R] are those of the rows and their positions, `keys` int32 [1 | H, N]
@@ -47,7 +47,7 @@ class Shaping(NamedTuple):
 
 
 def fits(q: Tensor, k: Tensor) -> bool:
-    """Whether the kernel takes q [R, Hq, D] and k [H, N, D]: as `fit.fits`, with contiguous heads."""
+    """True if the kernel takes q [R, Hq, D] and k [H, N, D]: as `fit.fits`, with contiguous heads."""
     return q.stride(2) == 1 and fit.fits(q, k, k, None) and library() is not None
 
 

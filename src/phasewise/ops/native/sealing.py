@@ -13,8 +13,8 @@ from phasewise.ops.native.abi import SealCallStruct, SealedStruct, SealStruct, S
 
 
 class Sealing(NamedTuple):
-    """Of one layer's keys or values: rows bfloat16 [H, slots, D], the first of them slot `base`, and the planes they go
-    to, [H, B, ...] as in Side, from block `start` on, of `each` slots."""
+    """One layer's keys or values that are quantised: rows bfloat16 [H, slots, D], the first of them slot `base`, and
+    the planes they go to, [H, B, ...] as in Side, from block `start` on, of `each` slots."""
 
     rows: Tensor
     levels: Tensor
@@ -26,7 +26,7 @@ class Sealing(NamedTuple):
 
 
 def fits(rows: Tensor) -> bool:
-    """Whether the kernel seals these."""
+    """True if the kernel quantises these."""
     return rows.dtype == torch.bfloat16 and rows.stride()[1:] == (rows.shape[2], 1) and library() is not None
 
 

@@ -22,7 +22,7 @@ from phasewise.ops.native.abi import (
 
 
 class Seen(NamedTuple):
-    """What rows see of the slots before them: `window` slots up to their own, and the first `sinks`; or all (0).
+    """The attention window of rows: `window` slots up to their own, and the first `sinks`; or all (0).
 
     Of their span's own slots, those up to the end of their `block` of so many rows, counted from the span's first.
     `far` [R, Hq, D], contiguous, are the queries that read these first ones, where they are others than q. `seats`
@@ -46,7 +46,7 @@ class Seen(NamedTuple):
 
 
 class Rest(NamedTuple):
-    """What a Side in two classes has besides: `upper` uint8 [1, B, bytes], a bit for each slot of a block; `scale`
+    """Further planes of a Side in two classes: `upper` uint8 [1, B, bytes], a bit for each slot of a block; `scale`
     float16 [1, 1, H * D]; the planes of those whose bit is not set, of `bits` each."""
 
     upper: Tensor
@@ -101,7 +101,7 @@ class Side(NamedTuple):
 
 
 def opens(bits: int, group: int, rows: int, dim: int, rank: int = 0, apart: int = 0) -> bool:
-    """Whether the kernels read keys, or values, that lie packed like that, of heads of `dim` numbers."""
+    """True if the kernels read keys, or values, that lie packed like that, of heads of `dim` numbers."""
     levels = bits in (2, 4) and group * bits % 8 == 0 and rows % 8 == 0
     return levels and dim % 32 == 0 and dim <= fit.MOST_DIM and rank <= fit.MOST_RANK and apart <= fit.MOST_APART
 
@@ -151,7 +151,7 @@ BLOCK = 64  # slots whose softmax is taken together (KEYS): a common that ends b
 
 
 def reaches(commons: Sequence[Common], spans: int) -> list[int]:
-    """How many slots each span reads in common."""
+    """The number of slots that each span reads in common."""
     out = [0] * spans
     for common in commons:
         for member in common.members:
@@ -186,7 +186,7 @@ def _common(common: Common) -> CommonStruct:
 
 
 def fits(few: Few) -> bool:
-    """Whether the kernel takes these rows."""
+    """True if the kernel takes these rows."""
     if few.sealed is not None and few.q.dtype != torch.bfloat16:
         return False
     return fit.fits(few.q, few.k, few.v, few.scales) and library() is not None
@@ -248,5 +248,5 @@ def _span(few: Few, common: int, out: Tensor, lse: Tensor | None) -> SpanStruct:
 
 
 def _first(rows: Tensor, start: int) -> int:
-    """Where slot 0 would lie of rows [H, N, D] that begin with slot `start`."""
+    """The address that slot 0 would have in rows [H, N, D] that begin with slot `start`."""
     return rows.data_ptr() - start * rows.stride(1) * rows.itemsize

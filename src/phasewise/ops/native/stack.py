@@ -53,7 +53,7 @@ class StackExperts:
 
 @dataclass(frozen=True, eq=False)
 class StackLayer:
-    """What the kernel needs of one layer; where there is no attention or no MLP, rows pass that by. `heads_norm`
+    """One layer as the kernel takes it; where there is no attention or no MLP, rows pass that by. `heads_norm`
     [Hq + H, D] is of queries and keys, each head by itself; or, if `whole`, over all queries of a row, then over all
     its keys. `turn` is its rotation."""
 
@@ -127,12 +127,12 @@ class StackSpan(NamedTuple):
 
     @property
     def alone(self) -> bool:
-        """Whether what its rows read, or say of that, is its own matter within the call."""
+        """True if its rows share no read with other spans of the call."""
         return self.choice is not None or self.weighed is not None or self.narrow or self.bias != 0
 
     @property
     def reads(self) -> int:
-        """How many slots some of its rows see."""
+        """The number of slots that some of its rows see."""
         start = self.n - self.rows + 1 - self.window  # of the first row's window
         return self.n - max(0, start - self.sinks) if self.window else self.n
 
@@ -238,7 +238,7 @@ class Stack:
         )  # fmt: skip
 
     def loaded(self) -> int:
-        """How many experts' weights were read since it was last asked, each counted once per layer."""
+        """The number of experts whose weights were read since the last call, each counted once per layer."""
         if self._loads is None:
             return 0
         count = int(self._loads.sum())
@@ -279,8 +279,8 @@ class Stack:
 
 
 class Rows(NamedTuple):
-    """What a pass writes: x bfloat16 [T, d]; and, if it stops in between, what the layer under way goes on from: qkv
-    bfloat16 [T, Hq + 2 H, D], read bfloat16 [T, Hq, D], far [T, Hq, D] (queries of sinks)."""
+    """The buffers that a pass writes: x bfloat16 [T, d]; and, if it stops in between, what the layer under way goes on
+    from: qkv bfloat16 [T, Hq + 2 H, D], read bfloat16 [T, Hq, D], far [T, Hq, D] (queries of sinks)."""
 
     x: Tensor
     qkv: Tensor | None = None

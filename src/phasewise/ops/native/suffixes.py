@@ -19,7 +19,7 @@ STATES, EDGES = 2, 3  # of a token, at most; two and four more
 
 
 class Odds:
-    """How likely a token is that went on after so many that match (the last entry: more), by how it stands: if nothing
+    """Chances of a token that followed so many that match (the last entry: more), by its kind: if nothing
     `only` else followed them, or as the `latest` of several. With room for an answer: not for two threads at once."""
 
     def __init__(self, only: Sequence[float], latest: Sequence[float], most: int) -> None:
@@ -39,7 +39,7 @@ class Odds:
 
 
 class Automaton:
-    """What `methods/draft/_automaton.py` has, of tokens from 0 to 2^31 - 1. Needs kernels."""
+    """The suffix automaton of `methods/draft/_automaton.py`, for tokens from 0 to 2^31 - 1. Needs kernels."""
 
     __slots__ = ("_edges", "_room", "_states", "_struct", "_table")
 

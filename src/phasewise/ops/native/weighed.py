@@ -1,4 +1,4 @@
-"""What single rows of a text attend to, told by native steps, and what that makes of the scores of cached rows."""
+"""Attention weights of single rows, recorded by native steps, and the scores of cached rows that they update."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ ROOM = 64  # slots that room is made for at once
 
 
 class Doubt(NamedTuple):
-    """What is made of a row's scores before the softmax that tells what it attends to, which its own attention has
-    nothing of: Gumbel(0, 1) noise is added, as `Shaping` has it, with this `seed` (64 bits; None: no noise), and what
-    then is there multiplied with `inverse`."""
+    """A perturbation of a row's scores that changes only its recorded weights and not its own attention: Gumbel(0, 1)
+    noise is added, as `Shaping` has it, with this `seed` (64 bits; None: no noise), and what then is there multiplied
+    with `inverse`."""
 
     inverse: float
     seed: int | None
 
 
 class Weighed:
-    """What a single row attends to in every layer, as a native step finds it on its way: `weights` float32 [layers, H,
+    """Attention weights of a single row in every layer, as a native step records them: `weights` float32 [layers, H,
     room], summed over the query heads that share a KV head. `gone` uint8 [layers, h, room] (h of 1: alike in all heads)
     are slots before it that it does not see; zero behind them. It serves one row after another, which attend to no more
     than `room` slots, their own among them.
@@ -84,8 +84,8 @@ class Weighed:
 
 
 class Weighs(NamedTuple):
-    """How a row is weighed: `room` for what it attends to, behind `n` slots, whom to tell when that is there, and how
-    its scores are doubted."""
+    """The recording of a row's weights: `room` for what it attends to, behind `n` slots, whom to tell when that is
+    there, and how its scores are doubted."""
 
     room: Weighed
     n: int
