@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from phasewise.model.model import Model
 
 SELF = "self"  # in place of a second model's name
+APART = 1 << 16  # more numbers than any node draws
 
 
 class Asked(NamedTuple):
@@ -73,6 +74,12 @@ class Tree:
         a good guess is the target's very choice (arXiv 2408.07978)."""
         seed, position = self.request.params.seed, self.request.known + len(self.path(node))
         return lambda i: uniform(seed, position, Purpose.DRAFT if i else Purpose.SAMPLE, i)
+
+    def own(self, node: int) -> Callable[[int], float]:
+        """Uniform numbers for children of a node that neither other nodes draw with nor the verifier judges with: for
+        shapes in which the draws of one node decide how many children another node has."""
+        seed, position = self.request.params.seed, self.request.known + len(self.path(node))
+        return lambda i: uniform(seed, position, Purpose.DRAFT, (node + 2) * APART + i)
 
     def draft(self, drawn: Drawn) -> Draft:
         if self.point or not self.q:

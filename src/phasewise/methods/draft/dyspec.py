@@ -86,8 +86,12 @@ class _Worth:
         return [node for node in added if tree.left and tree.notes[node] >= self.theta]
 
     def _draw(self, tree: Tree, node: int, q: Tensor, worth: float) -> list[int]:
-        """Children of one node. Whether there is one more is known before it is drawn."""
-        added, us, rest = list[int](), tree.us(node), q
+        """Children of one node. Whether there is one more is known before it is drawn.
+
+        Nodes of a level share what is left of the budget, so the draws of one decide how many children the next one
+        has. Below the first level each has numbers of its own: else what a node lacks would hang on its own numbers.
+        """
+        added, us, rest = list[int](), tree.us(node) if node < 0 else tree.own(node), q
         while worth >= self.theta and tree.left:
             token = pick(rest, us(len(added)))
             share = float(rest[token])
