@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from phasewise.engine.runtime import Runtime
     from phasewise.kv.buffer import KVShape
     from phasewise.model.config import ModelConfig
+    from phasewise.request.params import Params
     from phasewise.request.request import Request
 
 DEPTH = (
@@ -30,7 +31,12 @@ def refuse(request: Request, runtime: Runtime, vocab: int, eos: Sequence[int]) -
     bad = _outside(request.tokens, vocab)
     if bad is not None:
         raise UserError(f"token id {bad} is outside the vocabulary: ids must lie in [0, {vocab})")
-    params = request.params
+    _refuse_rules(request.params, vocab, eos)
+    _refuse_scores(request.params, runtime)
+
+
+def _refuse_rules(params: Params, vocab: int, eos: Sequence[int]) -> None:
+    """Raise UserError for rules on tokens that name none of the model's, or leave nothing to say."""
     texts = [word for word in params.bad_words if isinstance(word, str)]
     if texts:
         raise UserError(f"bad_words={texts!r} are texts, which an LLM turns into token ids: give these here")
@@ -46,10 +52,14 @@ def refuse(request: Request, runtime: Runtime, vocab: int, eos: Sequence[int]) -
             never |= {*params.stop_tokens, *(() if params.ignore_eos else eos)}
         if never >= set(params.allowed_token_ids):
             raise UserError("allowed_token_ids are all forbidden by bad_words or, as ends, by min_tokens: allow others")
+
+
+def _refuse_scores(params: Params, runtime: Runtime) -> None:
+    """Raise UserError where scores, vectors or bad words of several tokens are asked for that no step gives."""
     late = any(phase.late is not None for phase in runtime.phases)
     if late or runtime.traits.sparse_prompts:
-        for name in ("prompt_logprobs", "pooling"):
-            if getattr(params, name) is not None:
+        for name, value in (("prompt_logprobs", params.prompt_logprobs), ("pooling", params.pooling)):
+            if value is not None:
                 raise UserError(f"{name} asks about rows of the prompt, and not all of them run all layers here: leave "
                                 f"it out, or choose another {'skip' if late else 'decode'} method")  # fmt: skip
     scored = any(each is not None for each in (params.logprobs, params.prompt_logprobs, params.pooling))
