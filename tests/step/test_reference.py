@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from phasewise.kv.pages import PageKeys
+from phasewise.methods.attend._select import RowScorer
 from phasewise.model.model import Model
 from phasewise.ops import native
 from phasewise.step import lower, reference
@@ -30,7 +31,7 @@ from phasewise.step.read import Read
 from phasewise.step.reference import rivals_of, selected
 from phasewise.step.span import Span
 from tests import seeds, tiny
-from tests.kv.harness import Walk, cuts, sliding
+from tests.kv.harness import Uneven, Walk, cuts, sliding
 from tests.watched import passes
 
 PROMPT, TOKENS = 70, tiny.prompts(130)[0]
@@ -174,6 +175,39 @@ def test_a_models_windows_that_hide_something_keep_a_plan_from_the_kernels(monke
     made = passes(monkeypatch)
     fed(Model.load(sliding(100, 3).files.path, dtype=torch.bfloat16), MEANS)
     assert [each.whole for each in made[1:]] == [position < 100 for position in range(PROMPT, 130)]
+
+
+class Norms(RowScorer):
+    """As docs/methods.md shows how to write one: rows with the largest keys are read."""
+
+    name = "norms"
+
+    def width(self, dim: int) -> int:
+        return 1
+
+    def stand(self, read: Read, start: int, stop: int) -> Tensor:
+        return read.part.keys(start, stop).norm(dim=-1, keepdim=True)
+
+    def votes(self, read: Read, stands: Tensor, among: Tensor | None) -> Tensor:
+        return stands.mT.expand(-1, len(read.q), -1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_selector_is_a_scorer_and_nothing_else(dtype: torch.dtype) -> None:
+    """It reads the rows that it says, one by one, in slices, as drafts and after an eviction, and only these."""
+    model = Model.load(tiny.checkpoint(hidden=64), dtype=dtype)
+    for evict in (None, Uneven([[range(0, PROMPT, 2), range(10, PROMPT)]] * 4)):
+        keys = TopK(Norms(), 12, 13, first=2, local=3)
+        found = []
+        for sizes in ([1], [3, 1, 5]):
+            walk = Walk(model, TOKENS[:PROMPT], attend=Chooses(keys), evict=evict)
+            walk.feed(TOKENS[:PROMPT])
+            before = walk.counters.kv_bytes_read
+            found.append(torch.cat([walk.feed(piece) for piece in cuts(TOKENS[PROMPT:100], sizes)]))
+        read = (walk.counters.kv_bytes_read - before) / (30 * 4 * 2 * 2 * model.config.head_dim * dtype.itemsize)
+        close = {"atol": 3e-4, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.15, "rtol": 0.1}
+        torch.testing.assert_close(found[1], found[0], **close)
+        assert read < 30, "rows per token and head, of 70 and more"
 
 
 @pytest.mark.parametrize("evict", ["none", "streaming"])
