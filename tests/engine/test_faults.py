@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
 import pytest
 
 from phasewise.engine.attempt import isolate
 from phasewise.request.params import Params
 from phasewise.request.request import Request
+from phasewise.step import reference
+from phasewise.step.plan import AttentionPlan
+from phasewise.step.read import Read
 from tests import seeds, tiny
+from tests.asking import Asking
 from tests.engine.engines import Boom, Faulty, alone, break_decode, method_options, sampled, step_all
 
 SCHEDULES = ("sarathi:budget=11", "prefill_first", "layered:rows_per_group=9")
@@ -59,24 +64,28 @@ def test_a_sampler_that_raises() -> None:
     assert requests[2].n_out == 3
 
 
+class Breaks(Asking):
+    """Reads everything, and raises for one request in some layer."""
+
+    everything = True
+
+    def __call__(self, reads: Sequence[Read]) -> list[None]:
+        if any(read.span.request.id == "bad" and read.layer == 2 for read in reads):
+            raise Boom("layer 2")
+        return [None] * len(reads)
+
+
 def test_an_attend_method_that_raises_in_the_middle_of_the_model() -> None:
     engine = tiny.engine({"schedule": SCHEDULES[2]})
     for phase in engine.parts.phases:
-        attend = phase.attend
-
-        def broken(reads: list, attend: object = attend) -> list:
-            if any(read.span.request.id == "bad" and read.layer == 2 for read in reads):
-                raise Boom("layer 2")
-            return attend(reads)
-
-        object.__setattr__(phase, "attend", broken)
+        object.__setattr__(phase, "attend", Breaks())
     requests = crowd(engine)
     step_all(engine, requests)
     only_the_bad_one_failed(requests, "Boom: layer 2")
 
 
 EVICTORS = [options for options in method_options("evict") if options["evict"] != "none"]
-HOOKS = ["observe", "view", "due", "keep"]
+HOOKS = ["plan", "look", "due", "keep"]
 
 
 @pytest.mark.parametrize(
@@ -87,9 +96,18 @@ HOOKS = ["observe", "view", "due", "keep"]
     + [(hook, {"evict": "h2o:heavy=6,recent=4"}, SCHEDULES[0]) for hook in HOOKS],
     ids=str,
 )
-def test_an_evictor_that_raises(verb: str, options: dict[str, str], schedule: str) -> None:
+def test_an_evictor_that_raises(
+    verb: str, options: dict[str, str], schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After a failed try, rows are seen again: that must not change what the others keep."""
-    engine = tiny.engine(options | {"schedule": schedule})
+    engine, look = tiny.engine(options | {"schedule": schedule}), reference.look
+
+    def broken(plan: AttentionPlan, read: Read) -> None:
+        look(plan, read)
+        if verb == "look" and read.span.request.id == "bad" and plan.record is not None:
+            raise Boom(verb)
+
+    monkeypatch.setattr(reference, "look", broken)
     evict = Faulty(engine.parts.phases[0].evict, [verb], {"bad"})
     for phase in engine.parts.phases:
         object.__setattr__(phase, "evict", evict)

@@ -106,6 +106,7 @@ def test_merging_keeps_both_and_refuses_two_of_a_kind() -> None:
     both = merge(chosen, window)
     assert both.keys is chosen.keys and both.window is window.window and both is merge(chosen, window)
     assert merge(chosen, EVERYTHING) is chosen and merge(EVERYTHING, window) is window
+    assert merge(window, window) is window, "one method in both places"
     for twice, what in ((window, "window"), (chosen, "choose what rows read")):
         with pytest.raises(ValueError, match=what):
             merge(twice, AttentionPlan(twice.keys, twice.window))

@@ -330,13 +330,12 @@ def _chosen(span: Span, flat: ContiguousView, whole: StackSpan, stack: Stack, hi
 
 def candidates(keys: TopK, kernel: KernelScores, n: int, dim: int) -> Candidates:
     """What the row at slot n - 1 chooses among, with keys of `dim` numbers."""
-    own = (n - 1) // keys.unit - keys.local + 1  # the first unit of those that are read in any case
-    units = own - keys.first
-    chosen = (keys.rows(n) - n + units * keys.unit) // keys.unit if keys.units is None else keys.units
+    units = keys.between(n)
+    own = keys.first + units  # the first unit of those at the end that are read in any case
     begin, end = (0, kernel.vectors(n)) if kernel.every else (keys.first * kernel.each, own * kernel.each)
     rule = SHARE if kernel.softmax else PROMISE
     return Candidates(
-        keys.first * keys.unit, units, keys.unit, chosen, rule, kernel.joint, begin, end,
+        keys.first * keys.unit, units, keys.unit, keys.chosen(n), rule, kernel.joint, begin, end,
         at=keys.first * kernel.each, each=kernel.each, before=kernel.before, step=kernel.step, parts=kernel.parts,
         width=kernel.width or dim, largest=kernel.largest, group=keys.fetch,
     )  # fmt: skip

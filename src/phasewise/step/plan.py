@@ -102,13 +102,14 @@ class Scorer(Protocol):
 
 class Rivals(NamedTuple):
     """The N slots of a part as R query rows meet them, bool [1 | h, R, N] each: those `seen`, those read in any case,
-    and the `rivals` among the others. `single`: one row that sees all before it, none missing. `unit` int64 [1 | h, N]
+    and the `rivals` among the others. `single`: it is one row that sees all before it, none missing, and has so many
+    rivals; 0: it is not. `unit` int64 [1 | h, N]
     is the unit of each slot, and `number` int32 [1 | h, R, units] how many rivals each has; None: a unit is a slot."""
 
     seen: Tensor
     must: Tensor
     rivals: Tensor
-    single: bool
+    single: int
     unit: Tensor | None = None
     number: Tensor | None = None
 
@@ -140,6 +141,15 @@ class TopK:
     def rows(self, seen: int) -> int:
         """How many rows are read of so many seen ones, where units are no bound."""
         return share(self.most, seen)
+
+    def between(self, n: int) -> int:
+        """Among how many units the row at slot n - 1 may choose, if slots are positions."""
+        return (n - 1) // self.unit - self.local + 1 - self.first
+
+    def chosen(self, n: int) -> int:
+        """How many of these it reads."""
+        units = self.between(n)
+        return (self.rows(n) - n + units * self.unit) // self.unit if self.units is None else self.units
 
 
 @dataclass(frozen=True, eq=False)
@@ -287,7 +297,7 @@ EVERYTHING = AttentionPlan()
 @lru_cache(maxsize=256)
 def merge(attend: AttentionPlan, evict: AttentionPlan) -> AttentionPlan:
     """The plan of both methods. Raises ValueError if both say something about the same."""
-    if evict is EVERYTHING:
+    if evict is EVERYTHING or evict is attend:
         return attend
     if attend is EVERYTHING:
         return evict

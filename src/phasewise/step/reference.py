@@ -52,8 +52,8 @@ def attend(plan: AttentionPlan, reads: Sequence[Read]) -> Sequence[Tensor | None
 
 def single(read: Read) -> bool:
     """Whether it is one row that sees all before it, none missing, in slots of their positions."""
-    part = read.part
-    return part.plain and part.n == read.span.positions[0] and read.q.shape[0] == 1 and read.mask() is None
+    part, first = read.part, not read.rows or read.rows[0] == 0  # rows behind one that skips the layer are not
+    return first and part.plain and part.n == read.span.positions[0] and len(read.q) == 1 and read.mask() is None
 
 
 def _listed(reads: Sequence[Read], chosen: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -147,8 +147,9 @@ def slots_of(keys: TopK, singles: Mapping[int, tuple[Read, Any]]) -> dict[int, t
         rows = rivals(keys, read)
         scores = keys.scorer.scores(read, index, rows)
         select = selected(keys, rows, scores)
-        heads = read.part.size[0]
-        slots = select[:, 0].expand(heads, -1).nonzero()[:, 1].view(heads, 1, -1).int()
+        heads, n = read.part.size
+        most = n - (keys.between(n) - keys.chosen(n)) * keys.unit
+        slots = select.expand(heads, -1, -1).byte().topk(most, -1, sorted=False).indices.sort(-1).values.int()
         rest = None
         if scores.weights is not None and scores.mean is not None:
             rest = Rest((scores.weights * select[:, None]).sum(-1).flatten(), scores.mean[:, 0])
@@ -198,7 +199,8 @@ def rivals(keys: TopK, read: Read) -> Rivals:
 def _rivals(keys: TopK, read: Read, mask: Tensor | None) -> Rivals:
     at, positions = read.q_positions, read.part.positions
     seen = torch.ones(1, len(at), read.part.size[1], dtype=torch.bool, device=at.device) if mask is None else mask
-    rows = rivals_of(keys, at, positions, seen, read.span.last, single(read))
+    alone = keys.between(positions.shape[1]) * keys.unit if single(read) else 0
+    rows = rivals_of(keys, at, positions, seen, read.span.last, alone)
     if read.view is None or read.view.moved is None:
         return rows
     slots, delta = read.view.moved  # rows that a window re-bases are read in any case
@@ -209,8 +211,9 @@ def _rivals(keys: TopK, read: Read, mask: Tensor | None) -> Rivals:
     )
 
 
-def rivals_of(keys: TopK, at: Tensor, positions: Tensor, seen: Tensor, last: int, alone: bool = False) -> Rivals:
-    """Of rows at positions `at` [R], the last of them `last`, that see some of the rows at `positions` [1 | h, N]."""
+def rivals_of(keys: TopK, at: Tensor, positions: Tensor, seen: Tensor, last: int, alone: int = 0) -> Rivals:
+    """Of rows at positions `at` [R], the last of them `last`, that see some of the rows at `positions` [1 | h, N].
+    `alone`: `Rivals.single`."""
     unit, at = positions // keys.unit, at[:, None]
     mine = unit[:, None]
     must = (mine < keys.first) | (mine > at // keys.unit - keys.local) | (at + 1 < keys.least)  # [1 | h, R, N]
@@ -328,9 +331,9 @@ def _picked(keys: LayerPicks, read: Read) -> Tensor | None:
     part, mine = read.part, picks.positions
     if part.heads is not None:
         mine = mine[part.heads]
-    if single(read) and bool((mine >= 0).all()):
+    if single(read) and bool((mine[:, :1] >= 0).all()):
         own = mine.new_full((len(mine), 1, 1), part.n)
-        return torch.cat((mine[:, :, : part.n], own), -1).int()
+        return torch.cat((mine[:, :1, : part.n], own), -1).int()
     sparse = torch.tensor(list(read.span.positions), device=read.q.device) >= keys.since
     return _pick_mask(read, mine, sparse & picks.known)
 

@@ -74,7 +74,7 @@ class RowScorer(ABC):
     def scores(self, read: Read, index: Kept, rows: Rivals) -> Scores:
         part = read.part
         if rows.single:  # whose own key has no vote
-            read.count_bytes(int(rows.rivals.sum()) * index.rows[:, :1].nbytes)
+            read.count_bytes(rows.single * index.rows[:, :1].nbytes)
         else:
             read.count_bytes(index.known.nbytes)
             read.count_keys(part.fresh * part.size[0])
