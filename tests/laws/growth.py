@@ -38,7 +38,7 @@ class Exact(Dummy):
     guarantee: ClassVar[str] = "exact"
 
 
-# Core-seconds of a case, rounded up from what `scripts/law_growth.py --measure` says.
+# Core-seconds of a case, as on a machine that does other things too; `scripts/law_growth.py --measure` times them.
 SECONDS = {
     "golden float32": 0.2, "golden bfloat16": 0.06, "scenario": 0.3, "neutral": 0.06, "composition": 0.25,
 }  # fmt: skip
