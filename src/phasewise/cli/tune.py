@@ -210,7 +210,8 @@ def _pace(
 
 
 def _spelled(verbs: Mapping[str, str]) -> str:
-    return " ".join(f"{verb}={text}" for verb, text in verbs.items())
+    """Verbs as in a recipe; `draft=none` where no verb is named."""
+    return " ".join(f"{verb}={text}" for verb, text in verbs.items()) or "draft=none"
 
 
 def _say(every: Any, found: list[Candidate], limit: float, what: str) -> None:
