@@ -235,7 +235,7 @@ def test_lists_of_other_lengths(tmp_path: Path) -> None:
         tmp_path, replace(vocabulary, types=list(vocabulary.types or ())[1:]), f"{size} tokens and {size - 1} types"
     )
     refused(tmp_path, replace(vocabulary, types=[1.5] * size), "token_type must be a list of whole numbers")
-    refused(tmp_path, replace(vocabulary, scores=[float("nan")] * size), "has numbers that are none")
+    refused(tmp_path, replace(vocabulary, scores=[float("nan")] * size), "has values that are not finite")
 
 
 @pytest.mark.parametrize("key", ["bos", "eos", "unknown", "padding"])

@@ -49,6 +49,7 @@ class ExpectedAttention(Method):
     neutral: ClassVar[dict[str, object]] = {"keep": 1.0}
     # what stays is read like any other KV
     traits: ClassVar[Traits] = Traits("evict", frees_rows=True, phases=("prefill",))
+    budgets: ClassVar[tuple[dict[str, object], ...]] = ({"keep": 0.5}, {"keep": 0.25}, {"keep": 0.125})
     tight: ClassVar[dict[str, object]] = {"keep": 8.0, "sample": 4, "sinks": 1}
 
     def __post_init__(self) -> None:

@@ -38,6 +38,7 @@ class SkipDecode(Method):
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {"last": 1.0}
+    budgets: ClassVar[tuple[dict[str, object], ...]] = ({"last": 0.75}, {})
     tight: ClassVar[dict[str, object]] = {"tokens": 6}
 
     def __post_init__(self) -> None:
