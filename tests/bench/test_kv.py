@@ -44,7 +44,7 @@ def test_every_lossy_method_is_there_at_each_step_of_its_ladder() -> None:
         parse(setting.verbs)  # every step can be built
 
 
-@pytest.mark.parametrize(("verb", "name", "method"), [one for one in catalog.every() if hasattr(one[2], "budgets")])
+@pytest.mark.parametrize(("verb", "name", "method"), [one for one in catalog.every() if one[2].budgets])
 def test_ladders_are_settings_and_no_step_comes_twice(verb: str, name: str, method: Any) -> None:
     steps = [method(**knobs) for knobs in method.budgets]
     assert steps and len({repr(step) for step in steps}) == len(steps)
@@ -292,6 +292,7 @@ def measuring(*settings: str, tasks: tuple[str, ...] = ("copy", "code"), **more:
     return Measuring(llm(), "M", [Setting.parse(text) for text in settings], tasks, 2, **more)
 
 
+@pytest.mark.thorough
 def test_all_are_measured_on_the_same_examples_and_go_on_where_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     run = measuring("evict=snapkv:keep=0.25,window=4", GHOST)
     lines = list(run.run([], Bar.of))

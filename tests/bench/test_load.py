@@ -153,6 +153,7 @@ def test_no_server_is_the_users_error() -> None:
         measure("http://127.0.0.1:1", shots(1), lambda done: None)
 
 
+@pytest.mark.thorough
 def test_a_server_that_cannot_start_says_why() -> None:
     with pytest.raises(UserError, match="did not start: unknown evict method 'snapkw'"), serving(["--evict", "snapkw"]):
         pass

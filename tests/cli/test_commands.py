@@ -109,6 +109,7 @@ def test_eval_measures_and_records(cli: Cli, tmp_path: Path) -> None:
     assert "| copy |" in said.out
 
 
+@pytest.mark.thorough
 def test_eval_refuses_a_loss_that_there_is_not_and_keeps_what_it_has(cli: Cli, tmp_path: Path) -> None:
     out, words = tmp_path / "rows.jsonl", ("--examples", 2, "--seed", 1, *MODEL)
     said = cli("eval", "copy", "code", "--decode", "block_diffusion", "--out", out, *words)

@@ -61,6 +61,7 @@ def test_tables_lines_csv_plot_and_page(cli: Cli, tmp_path: Path) -> None:
     assert out["t.md"].read_text() == page
 
 
+@pytest.mark.thorough
 def test_runs_of_one_model_stand_side_by_side_on_a_page(cli: Cli, tmp_path: Path) -> None:
     model, page = chat_checkpoint(), tmp_path / "page.md"
     short = ("--kv-bytes", "64M", "--model", model, "--dtype", "float32", "--examples", 1, "--settings", "store=int8")
@@ -119,6 +120,7 @@ def test_eval_has_the_second_question(cli: Cli, tmp_path: Path) -> None:
     assert [json.loads(line)["name"] for line in out.read_text().splitlines()] == ["later@256"]
 
 
+@pytest.mark.thorough
 def test_a_page_names_the_file_of_prompts(cli: Cli, tmp_path: Path) -> None:
     asked, page = tmp_path / "asked.jsonl", tmp_path / "page.md"
     asked.write_text("".join(json.dumps({"prompt": f"copy {word}"}) + "\n" for word in ("a", "b", "c")))

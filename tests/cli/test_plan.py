@@ -33,6 +33,7 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.thorough
 def test_a_plan_is_explained_and_can_be_served(cli: Cli, model: Path, tmp_path: Path) -> None:
     config = tmp_path / "p.toml"
     how = f"--device a100 --devices 2 --ttft 60 --tpot 40 --link 25G {FEW} --config {config}"

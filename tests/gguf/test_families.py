@@ -166,6 +166,7 @@ IMPORTED: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", sorted(IMPORTED))
 def test_transformers_import(name: str, tmp_path: Path) -> None:
     pair = _pair(name, IMPORTED[name](), tmp_path)

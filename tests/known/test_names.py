@@ -37,6 +37,7 @@ def test_embedded_models_are_here(name: str) -> None:
     assert files_of(name).tokenizer().get_vocab_size() == 4096
 
 
+@pytest.mark.thorough
 def test_a_known_name_becomes_a_file(at: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = model(tmp_path / "wheels")
     monkeypatch.setitem(KNOWN, "tiny", one)
