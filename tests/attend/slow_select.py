@@ -329,3 +329,23 @@ class SlowBlocks(Slow):
             if overlapping:
                 found[block] = max(overlapping)
         return found
+
+
+class SlowMeans(Slow):
+    """MoBA: the row's own block, and the best others by the product of a query and the mean of a block's keys."""
+
+    def __init__(self, block: int, blocks: int) -> None:
+        super().__init__()
+        self.block, self.blocks = block, blocks
+
+    def choose(self, row: Row, h: int) -> list[int]:
+        if row.at < self.block * self.blocks:
+            return row.visible(h)
+        groups: dict[int, list[int]] = {}
+        for slot in row.visible(h):
+            groups.setdefault(-1 if slot in row.moved else int(row.positions[h, slot]) // self.block, []).append(slot)
+        own = row.at // self.block
+        always = [slot for block, slots in groups.items() if block in (-1, own) for slot in slots]
+        others = {block: slots for block, slots in groups.items() if -1 < block < own}
+        ranked = sorted(others.values(), key=lambda slots: -float((row.group(h) @ row.k[h][slots].mean(0)).max()))
+        return always + [slot for slots in ranked[: self.blocks - 1] for slot in slots]

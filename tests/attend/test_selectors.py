@@ -13,6 +13,7 @@ from phasewise.kv.buffer import KVShape
 from phasewise.methods.attend.double_sparsity import DoubleSparsity
 from phasewise.methods.attend.infllm import InfLLM
 from phasewise.methods.attend.instinfer import InstInfer
+from phasewise.methods.attend.moba import MoBA
 from phasewise.methods.attend.token_select import TokenSelect
 from phasewise.methods.evict.snapkv import SnapKV
 from phasewise.methods.evict.streaming import Streaming
@@ -21,7 +22,7 @@ from phasewise.model.model import Model
 from phasewise.request.counters import Counters
 from phasewise.verbs.host import Host
 from tests import double, seeds, tiny, uncached
-from tests.attend.slow_select import Slow, SlowAgain, SlowBlocks, SlowSparF, SlowSparsity, SlowTokens
+from tests.attend.slow_select import Slow, SlowAgain, SlowBlocks, SlowMeans, SlowSparF, SlowSparsity, SlowTokens
 from tests.kv.harness import Uneven, Walk, cuts, sliding
 
 CLOSE = {"atol": 1e-8, "rtol": 1e-8}
@@ -52,6 +53,7 @@ METHODS: dict[str, tuple[Any, Callable[[], Slow]]] = {
         lambda: SlowAgain(12, 3, 5, 1, 0.1),
     ),
     "instinfer": (InstInfer(r=4.0, k=20.0), lambda: SlowSparF(4, 20)),
+    "moba": (MoBA(block=4, blocks=4), lambda: SlowMeans(4, 4)),
     "infllm": (InfLLM(block=4, init=1, window=4, topk=3, dense_len=80), lambda: SlowBlocks(4, 1, 4, 3, 80)),
 }
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
