@@ -23,7 +23,7 @@ from phasewise.request.request import Request
 from phasewise.speculation.grower import Asked, Shape, Tree
 from phasewise.verbs.draft import Draft
 from phasewise.verbs.verify import Verifier
-from tests.speculation.markov import Table, fits, generate, sequences
+from tests.speculation.markov import Table, fits, generate, relative, sequences, table
 
 TOKENS, SEEDS = 2, 1500
 # token 0 only begins; after the other two the target and the drafter differ as much as can be
@@ -38,6 +38,12 @@ SHAPES: dict[str, tuple[Callable[[], Shape], int, Verifier]] = {  # shape, room,
     "spectr": (lambda: _Chains(3, 2), 5, KSeq()),
     "spectr, one by one": (lambda: _Chains(3, 2), 5, Rejection()),
     "matched": (lambda: _Widths((2, 2)), 4, Match()),
+}
+
+
+WIDE: dict[str, tuple[Shape, Verifier]] = {  # where more than two tokens can follow, so that siblings differ in more
+    "rsd": (_Widths((3,)), Rejection()),
+    "spectr": (_Chains(4, 1), KSeq()),
 }
 
 
@@ -73,3 +79,12 @@ def test_guesses_are_drawn_with_the_targets_own_numbers_first() -> None:
             path = generate(Match(), drafter, P, 2, seed)
             assert draft.tokens[draft.children(-1)[0]] == path[0]
             assert draft.tokens[draft.children(draft.children(-1)[0])[0]] == path[1]
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_several_siblings_of_four_tokens(name: str) -> None:
+    shape, verify = WIDE[name]
+    p = table(4, seed=11, sharp=0.5)
+    drafter = drafts(shape, 4, relative(p, seed=12, noise=2.5))
+    drawn = [tuple(generate(verify, drafter, p, 1, seed)) for seed in range(3 * SEEDS)]
+    assert fits(drawn, sequences(p, 1)) > 1e-3
