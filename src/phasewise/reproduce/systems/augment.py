@@ -43,7 +43,7 @@ class RandomLatents(Control):
 
     def bind(self, host: Host) -> Augmenting:
         tensors = host.artefact(self.of.artefact(host.model.config), self.of.weights)
-        return _RandomLatents(host, host.bind(self.of.then), tensors)
+        return _RandomLatents(host, self.of.then, tensors)
 
 
 class _RandomLatents(Augmenting):
