@@ -311,9 +311,8 @@ def _block_mask(keys: Blocks, read: Read) -> Tensor:
 # ---- what a layer picks for those behind it
 @dataclass(slots=True)
 class _Picks:
-    """What a layer has picked for a span's rows: positions int64 [H, rows, K], -1 for none, of the rows `known`."""
+    """The latest picks for a span's rows: positions int64 [H, rows, K], -1 for none, of the rows `known`."""
 
-    layer: int
     positions: Tensor
     known: Tensor  # bool [rows]
 
@@ -353,6 +352,7 @@ def _pick(keys: LayerPicks, read: Read) -> None:
     of_heads = torch.arange(heads, device=rows.device) if part.heads is None else part.heads
     picks = _noted(keys, read)
     width = min(found.shape[2], picks.positions.shape[2])
+    picks.positions[of_heads[:, None], mine] = -1
     picks.positions[of_heads[:, None], mine, :width] = found[..., :width]
     picks.known[mine] = True
 
@@ -367,13 +367,13 @@ def largest_weights(read: Read) -> Tensor:
 
 
 def _noted(keys: LayerPicks, read: Read) -> _Picks:
-    """Where this layer notes what it picks; empty at first."""
+    """The picks of a span's rows. A row that passes a picking layer by keeps what an earlier one has picked for it."""
     span, notes, key = read.span, read.step.notes, (keys, id(read.span))
+    heads = span.kv.layers[read.layer].shape.heads
     picks: _Picks | None = notes.get(key)
-    if picks is None or picks.layer != read.layer:
-        heads = span.kv.layers[read.layer].shape.heads
+    if picks is None or len(picks.positions) != heads:
         none = torch.full((heads, span.rows, min(keys.k, span.last)), -1, device=read.q.device)
-        picks = notes[key] = _Picks(read.layer, none, torch.zeros(span.rows, dtype=torch.bool, device=none.device))
+        picks = notes[key] = _Picks(none, torch.zeros(span.rows, dtype=torch.bool, device=none.device))
     return picks
 
 
