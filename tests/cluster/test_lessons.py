@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from phasewise.cluster.lessons import read, told
+from phasewise.cluster.recipe_update import read, told
 from phasewise.cluster.router import Router
 from phasewise.errors import UserError
 from phasewise.options import parse

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from phasewise.builder import Builder
+from phasewise.cluster.pool import ROWS, Account, Table
 from phasewise.cluster.shared_pool import SharedPool
 from phasewise.cluster.transfer_buffer import Lost, folder, sweep
 from phasewise.engine.limits import Limits
@@ -25,7 +26,6 @@ from phasewise.errors import UserError
 from phasewise.kv.buffer import KVShape, Raw
 from phasewise.kv.cache import KV
 from phasewise.kv.layer_kv import LayerKV
-from phasewise.kv.pool import ROWS, Account, Table
 from phasewise.options import parse
 from phasewise.request.counters import Counters
 from tests import tiny

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phasewise.kv.buffer import KVShape
-from phasewise.kv.chunked import Chunked, Cut
 from phasewise.kv.handoff import _decode, _encode
-from phasewise.kv.rounding import LEVELS
 from phasewise.kv.wire import Dump, Encoded, Misfit, Origin, bits_of, from_bits, opened, sealed
+from phasewise.methods.store._cachegen.chunked import Chunked, Cut
+from phasewise.methods.store._cachegen.rounding import LEVELS
 
 LAYERS, HEADS, DIM = 6, 2, 16
 

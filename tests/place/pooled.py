@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from phasewise.cluster.ownership import OwnershipBuffer
+from phasewise.cluster.pool import BYTES, OWNER, TICKET, Account, key
 from phasewise.cluster.router import Router
 from phasewise.cluster.shared_pool import InlineMemory, SharedPool
 from phasewise.engine.invariants import _buffers, check
-from phasewise.kv.pool import BYTES, OWNER, TICKET, Account, key
 from phasewise.request.request import Request
 from tests.cluster.faulty import HEARD, TOLD, Fate, Faulty
 from tests.place.links import Clock, check_desks, check_place, check_worker, disaggregated, engines, workers

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phasewise.cluster.segments import Block, Landing, Sent, between, cut, size
 from phasewise.engine.assembly import kv_shapes
 from phasewise.engine.engine import Engine
 from phasewise.kv.buffer import Ledger
 from phasewise.kv.cache import KV
-from phasewise.kv.segments import Block, Landing, Sent, between, cut, size
 from phasewise.kv.store import Store
 from phasewise.kv.wire import Misfit
 from phasewise.request.counters import Counters

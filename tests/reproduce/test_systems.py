@@ -157,7 +157,9 @@ def test_an_ideal_code_takes_the_entropy() -> None:
 def test_the_error_bound_of_cachegen_can_fail(lab: Lab, monkeypatch: pytest.MonkeyPatch, fine: bool) -> None:
     """If the coder took coarser steps than its level says, the attempt would see it."""
     if not fine:
-        monkeypatch.setattr("phasewise.kv.chunked.Chunked._steps", lambda self, level, layer: (1, 1))
+        monkeypatch.setattr(
+            "phasewise.methods.store._cachegen.chunked.Chunked._steps", lambda self, level, layer: (1, 1)
+        )
     assert cachegen.off(lab).passed is fine
 
 
@@ -165,7 +167,9 @@ def test_the_error_bound_of_cachegen_can_fail(lab: Lab, monkeypatch: pytest.Monk
 def test_the_levels_of_cachegen_must_tell(lab: Lab, monkeypatch: pytest.MonkeyPatch, coarser: bool) -> None:
     """If every level rounded alike, the attempt would see it."""
     if not coarser:
-        monkeypatch.setattr("phasewise.kv.chunked.Chunked._steps", lambda self, level, layer: (15, 15))
+        monkeypatch.setattr(
+            "phasewise.methods.store._cachegen.chunked.Chunked._steps", lambda self, level, layer: (15, 15)
+        )
     assert cachegen.ladder(lab).passed is coarser
 
 

@@ -16,8 +16,8 @@ from phasewise.engine.engine import Engine
 from phasewise.engine.invariants import check
 from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
-from phasewise.kv.chunked import Chunked
 from phasewise.kv.handoff import Header, Misfit, layout, pack, unpack
+from phasewise.methods.store._cachegen.chunked import Chunked
 from phasewise.methods.store.cachegen import CacheGen
 from phasewise.methods.store.zipcache import SUMS
 from phasewise.model.model import Model

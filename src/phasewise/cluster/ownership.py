@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from phasewise.cluster.pool import Account
 from phasewise.cluster.shared_pool import SharedPool
 from phasewise.cluster.transfer_buffer import Parcel, TransferBuffer
 from phasewise.kv.cache import KV
 from phasewise.kv.handoff import Header, Layouts, pack_lent, unpack
-from phasewise.kv.pool import Account
 
 if TYPE_CHECKING:
     from phasewise.engine.engine import Engine

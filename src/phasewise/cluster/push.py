@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from phasewise.cluster.segments import Block, Landing, Sent, cut, size
 from phasewise.cluster.transfer_buffer import Parcel, TransferBuffer
 from phasewise.kv.handoff import Header, Layouts, drawers, fits, unpack
-from phasewise.kv.segments import Block, Landing, Sent, cut, size
 from phasewise.request.header import request_of
 from phasewise.request.request import Request
 

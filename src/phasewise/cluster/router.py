@@ -23,9 +23,9 @@ import torch
 from phasewise.cluster.handle import WorkerHandle
 from phasewise.cluster.handover import Handover
 from phasewise.cluster.in_flight import InFlight
-from phasewise.cluster.keepers import Keepers
+from phasewise.cluster.kv_affinity import Keepers
 from phasewise.cluster.launcher import Launcher, Message
-from phasewise.cluster.lessons import Lesson, told
+from phasewise.cluster.recipe_update import Lesson, told
 from phasewise.cluster.policy import Adjusting, Pairing, Policy
 from phasewise.cluster.supervisor import Supervisor, Timeouts
 from phasewise.engine.engine import Engine

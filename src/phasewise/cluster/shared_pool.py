@@ -1,4 +1,4 @@
-"""One KV pool for the workers of a machine: its table (kv/pool.py), and memory in which planes change hands by name.
+"""One KV pool for the workers of a machine: its table (pool.py), and memory in which planes change hands by name.
 
 Names say who owns what, `{owner}.{number}`, and taking over is renaming. So what a dead worker leaves is found by its
 name, however far it had come, and a KV is handed on without a copy: the same pages, mapped by somebody else.
@@ -18,10 +18,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from phasewise.cluster.pool import CELLS, Account, Loan, Table
 from phasewise.cluster.transfer_buffer import ALIGN, Lost, folder, segment
 from phasewise.errors import UserError
 from phasewise.kv.buffer import Kind, Memory
-from phasewise.kv.pool import CELLS, Account, Loan, Table
 
 
 class NamedMemory(Memory, Protocol):

@@ -37,12 +37,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from phasewise.cluster.lessons import learn, stores_of
+from phasewise.cluster.recipe_update import learn, stores_of
 from phasewise.cluster.ownership import OwnershipTransfer
 from phasewise.cluster.push import Inbox, Outbox
+from phasewise.cluster.segments import cut
 from phasewise.cluster.transfer_buffer import Parcel, TransferBuffer
 from phasewise.kv.handoff import Layouts, landing, pack, unpack
-from phasewise.kv.segments import cut
 from phasewise.kv.wire import Wire
 from phasewise.request.header import request_of
 from phasewise.request.request import Left, Request

@@ -117,7 +117,7 @@ class Ledger:
 
     @property
     def held(self) -> int:
-        """Bytes in use, and those that were given up but taken over by nobody yet (kv/pool.py)."""
+        """Bytes in use, and those lent to other workers of a pool and adopted by nobody yet."""
         return self.used
 
     @property

@@ -4,8 +4,8 @@
 
 Until a move is owned its KV stays where it was computed, so that nothing is lost with a message: the request is then
 recomputed from its tokens. The receiver sets room aside before anything is sent: for a prompt that is done (pull, so a
-full receiver makes the sender wait), or for one that is still computed and travels in pieces (push, kv/segments.py).
-Left out: splitting heads between devices.
+full receiver makes the sender wait), or for one that is still computed and travels in pieces (push). Left out:
+splitting heads between devices.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from phasewise.cluster.launcher import Message, WorkerSpec
 from phasewise.cluster.ownership import OwnershipTransfer
+from phasewise.cluster.pool import Account
 from phasewise.errors import UserError
 from phasewise.kv.buffer import rounded
-from phasewise.kv.pool import Account
 from phasewise.plan.cost import Cost
 from phasewise.plan.event_loop import EventLoop, Turn
 from phasewise.plan.link import Network

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from phasewise.kv.blocks import BlockCut
 from phasewise.kv.buffer import Codec, KVShape, Raw
-from phasewise.kv.chunked import Chunked, Cut
 from phasewise.kv.wire import Wire
 from phasewise.methods.attend.zero_tuning import Tuned, ZeroTuning
 from phasewise.methods.draft.swift import SelfDrafter, Swift
@@ -25,6 +24,7 @@ from phasewise.methods.evict.tova import Tova
 from phasewise.methods.evict.zipvl import Zipped, ZipVL
 from phasewise.methods.skip.lazyllm import Lazy, LazyLLM
 from phasewise.methods.store._approximated import Approximated
+from phasewise.methods.store._cachegen.chunked import Chunked, Cut
 from phasewise.methods.store._grouped import Grouped
 from phasewise.request.request import Request
 from phasewise.step.phase import Hidden

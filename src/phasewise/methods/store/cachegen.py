@@ -13,10 +13,10 @@ from typing import Any, ClassVar, Literal
 
 from phasewise.catalog import name_of, part
 from phasewise.errors import UserError
-from phasewise.kv import entropy
 from phasewise.kv.buffer import Codec, KVShape, Raw
-from phasewise.kv.chunked import Chunked, Cut
 from phasewise.kv.wire import Numbers, Wire
+from phasewise.methods.store._cachegen import entropy
+from phasewise.methods.store._cachegen.chunked import Chunked, Cut
 from phasewise.methods.store.slab import Slab
 from phasewise.verbs.host import Host
 from phasewise.verbs.method import Method

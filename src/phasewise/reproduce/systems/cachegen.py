@@ -13,8 +13,8 @@ from torch import Tensor
 from phasewise.bench.stats import means
 from phasewise.builder import Builder
 from phasewise.engine.limits import Limits
-from phasewise.kv.rounding import LEVELS, Rounded, compress
 from phasewise.kv.wire import Dump, Origin
+from phasewise.methods.store._cachegen.rounding import LEVELS, Rounded, compress
 from phasewise.options import parse
 from phasewise.reproduce import loads
 from phasewise.reproduce.controls import Coarse

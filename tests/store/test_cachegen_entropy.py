@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phasewise.kv.entropy import HEAD, Symbols, decode, encode, entropy, histogram, sharing
 from phasewise.llm import LLM
+from phasewise.methods.store._cachegen.entropy import HEAD, Symbols, decode, encode, entropy, histogram, sharing
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 
@@ -87,7 +87,7 @@ def test_tables_are_shared_where_symbols_are_few() -> None:
 
 def test_channels_of_a_real_model_are_worth_tables_of_their_own() -> None:
     """The paper's third insight, on the pocket model's keys and values: one histogram for all costs 5 % more."""
-    from phasewise.kv.rounding import shrink
+    from phasewise.methods.store._cachegen.rounding import shrink
 
     llm = LLM()
     request = Request(llm.encode("def chunks(items, size):\n    " * 40)[:400], Params(max_tokens=2, ignore_eos=True))

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phasewise.kv.rounding import ANCHOR, LEVELS, Level, compress, expand, forms, shrink
+from phasewise.methods.store._cachegen.rounding import ANCHOR, LEVELS, Level, compress, expand, forms, shrink
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phasewise.kv import entropy
 from phasewise.kv.buffer import KVShape
-from phasewise.kv.pacing import Pacer
-from phasewise.kv.rounding import LEVELS, Rounded, compress, expand, forms
 from phasewise.kv.wire import Dump, Encoded, Misfit, Origin, bits_of, from_bits, opened, sealed
+from phasewise.methods.store._cachegen import entropy
+from phasewise.methods.store._cachegen.pacing import Pacer
+from phasewise.methods.store._cachegen.rounding import LEVELS, Rounded, compress, expand, forms
 
 
 @dataclass(frozen=True, slots=True)

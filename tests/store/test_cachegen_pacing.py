@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phasewise.kv.pacing import Average, Pacer, choose
+from phasewise.methods.store._cachegen.pacing import Average, Pacer, choose
 
 NEVER = [float("inf")] * 9
 
