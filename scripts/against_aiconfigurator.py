@@ -35,11 +35,11 @@ from phasewise.errors import UserError
 from phasewise.load import config_of
 from phasewise.plan.arrivals import Load
 from phasewise.plan.cost import Cost, Price, Step
+from phasewise.plan.gpu_tables import PREFIX
 from phasewise.plan.link import Link
 from phasewise.plan.search import TRICKLE, Choice, Question
 from phasewise.plan.setting import Setting, Source, known
 from phasewise.plan.shape import Shape
-from phasewise.plan.silicon import PREFIX
 from phasewise.request.params import SLO
 
 SHAPES = Path(__file__).parent / "shapes"

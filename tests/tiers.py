@@ -55,7 +55,7 @@ THOROUGH: dict[str, tuple[str, ...]] = {
         "place/test_splitwise.py::test_random_load_over_a_bad_link_to_mortal_workers",
     ),
     "real processes that die, hang, sleep or are measured, on Ray and for a while": (
-        "cluster/test_lessons.py",
+        "cluster/test_recipe_update.py",
         "cluster/test_processes.py::test_a_stopped_worker_is_taken_for_dead",
         "cluster/test_processes.py::test_splitwise_may_lose_either_side",
         "cluster/test_processes.py::test_workers_outlive_their_fork_server_and_one_that_does_not_answer_is_replaced",

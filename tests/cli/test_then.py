@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phasewise import catalog
-from phasewise.cluster import lessons
+from phasewise.cluster import recipe_update
 from phasewise.errors import UserError
 from phasewise.options import lossy, parse, parse_recipes, spell
 from tests.cli.conftest import Cli
@@ -68,7 +68,7 @@ def test_mistakes_are_named(given: dict[str, str], said: str) -> None:
 def test_recipes(server: dict[str, str], own: dict[str, str], want: str) -> None:
     parsed = parse_recipes(server, {"mine": own})
     assert spell(parsed["mine"])["decode"] == want
-    told = lessons.read(lessons.told(parsed))
+    told = recipe_update.read(recipe_update.told(parsed))
     assert told == parsed and parse(spell(parsed["mine"])) == parsed["mine"]
     if "draft" in told["mine"]:
         assert told["mine"]["draft"] is catalog.filled(told["mine"]["decode"])["draft"]

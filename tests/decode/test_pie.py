@@ -486,7 +486,7 @@ def test_with_hand_off_a_request_starts_where_the_kv_is() -> None:
 def test_a_worker_that_is_gone_is_not_waited_for() -> None:
     placed = tiny.engine(VERBS | {"place": "disaggregated"})
     gone = serve(placed, TEXT, tiny.greedy(4))
-    keeper = placed._keepers._at[gone.id]
+    keeper = placed._affinity._at[gone.id]
     placed._lose(keeper, "on purpose")
     now = edited(TEXT, EDITS["insert"])
     request = serve(placed, now, after(gone.id))
@@ -496,7 +496,7 @@ def test_a_worker_that_is_gone_is_not_waited_for() -> None:
 def test_where_nobody_can_go_on_nothing_is_remembered() -> None:
     placed = tiny.engine({"place": "disaggregated"})
     serve(placed, TEXT, tiny.greedy(4))
-    assert not placed._keepers._at
+    assert not placed._affinity._at
 
 
 def test_from_python() -> None:

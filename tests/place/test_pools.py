@@ -74,27 +74,27 @@ def test_beyond_the_threshold_prompts_overflow_to_mixed_workers_and_then_to_borr
 # ---- tokens
 def test_tokens_go_to_the_token_worker_that_decodes_least() -> None:
     first, second, start = Bench("token", decoding=500), Bench("token", decoding=200), Bench("prompt", 40)
-    assert POOLS.meet(prompt(9), start, [first, second]) is second
+    assert POOLS.reserve_peer(prompt(9), start, [first, second]) is second
     assert POOLS.go_on(9, [first, second, start]) is second
 
 
 def test_without_room_at_token_workers_tokens_go_to_mixed_ones_or_stay() -> None:
     start, other = Bench("prompt", 40), Bench("prompt", 10)
     mixed = Bench("mixed", 80, 3000)
-    assert POOLS.meet(prompt(9), start, [start, other, mixed]) is mixed
-    assert POOLS.meet(prompt(9), start, [start, other]) is start  # borrowed for it: nothing has to cross
-    assert POOLS.meet(prompt(9), start, []) is start
+    assert POOLS.reserve_peer(prompt(9), start, [start, other, mixed]) is mixed
+    assert POOLS.reserve_peer(prompt(9), start, [start, other]) is start  # borrowed for it: nothing has to cross
+    assert POOLS.reserve_peer(prompt(9), start, []) is start
     other.decoding = 9
-    assert POOLS.meet(prompt(9), start, [start, other]) is other  # borrowed before
+    assert POOLS.reserve_peer(prompt(9), start, [start, other]) is other  # borrowed before
 
 
 def test_a_mixed_worker_keeps_what_it_has_prefilled_unless_a_token_worker_has_less_to_do() -> None:
     start, token = Bench("mixed", 10, 300), Bench("token", 0, 300)
-    assert POOLS.meet(prompt(9), start, [start, token]) is start
+    assert POOLS.reserve_peer(prompt(9), start, [start, token]) is start
     token.decoding = 299
-    assert POOLS.meet(prompt(9), start, [start, token]) is token
+    assert POOLS.reserve_peer(prompt(9), start, [start, token]) is token
     borrowed = Bench("token", 30, 100)
-    assert POOLS.meet(prompt(9), borrowed, [token]) is borrowed  # it decodes anyway
+    assert POOLS.reserve_peer(prompt(9), borrowed, [token]) is borrowed  # it decodes anyway
 
 
 # ---- borrowed and back

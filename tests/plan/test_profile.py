@@ -19,12 +19,12 @@ from phasewise.engine.engine import Engine
 from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
 from phasewise.plan.beside import Beside
-from phasewise.plan.neighbour import Neighbour, around, measure
+from phasewise.plan.interference import BusyWorker, around, measure
 from phasewise.plan.profile import Grid, Held, Measured, Measuring, Profile
+from phasewise.plan.profiler import LONG, LONG_STEPS, STEPS, Size, StepProfiler, sizes
 from phasewise.plan.serving import Serving
 from phasewise.plan.setting import Setting, measured
 from phasewise.plan.shape import Shape
-from phasewise.plan.stand import LONG, LONG_STEPS, STEPS, Size, Stand, sizes
 from tests import tiny
 
 GRID = Grid((8, 32), (1, 4), (32, 96), 1)
@@ -42,15 +42,15 @@ class Clock:
         return BASE * done.steps + ROW * done.rows + BYTE * done.kv_bytes_read
 
 
-def stand(**more: Any) -> Stand:
+def profiler(**more: Any) -> StepProfiler:
     engine = tiny.engine(**more)
     assert isinstance(engine, Engine)
-    return Stand(engine, random_prompts(tiny.VOCAB, 0), clock=Clock(engine))
+    return StepProfiler(engine, random_prompts(tiny.VOCAB, 0), clock=Clock(engine))
 
 
 def test_what_a_step_computes_is_what_the_engine_counts() -> None:
     """The same rows, and of a decode the same bytes of KV, as the engine's own counters say."""
-    made = stand()
+    made = profiler()
     per_row = made.engine.store.row_bytes
     for size in (Size(0, 3, 40), Size(16, 0, 64), Size(16, 3, 33)):
         for timed in made.measure(size, 1):
@@ -65,19 +65,19 @@ def test_what_a_step_computes_is_what_the_engine_counts() -> None:
 
 
 def test_slices_see_what_lies_before_them() -> None:
-    first, second, *_ = stand().measure(Size(16, 0, 64), 1)
+    first, second, *_ = profiler().measure(Size(16, 0, 64), 1)
     assert first.step.pairs == 16 * 80 + 16 * 17 / 2  # 64 cached rows, and the slice that warmed up
     assert second.step.pairs - first.step.pairs == 16 * 16
     assert (first.step.prefixes, second.step.prefixes) == (96, 112)
 
 
 def test_the_clocks_own_numbers_come_out() -> None:
-    run = Measuring(stand(), GRID)
+    run = Measuring(profiler(), GRID)
     heard: list[None] = []
     run.run(lambda: heard.append(None))
     lines, held = run.lines()
     assert len(heard) == GRID.rounds * (len(GRID.seen()) + len(GRID.held_out()))
-    assert lines["decode"].weights["context"] == pytest.approx(BYTE * run.stand.engine.store.row_bytes)
+    assert lines["decode"].weights["context"] == pytest.approx(BYTE * run.profiler.engine.store.row_bytes)
     assert lines["decode"].weights["base"] == pytest.approx(BASE)
     assert held["decode"].median < 1e-6
     assert held["prefill"].median < 0.05 and held["mixed"].median < 0.05
@@ -87,15 +87,15 @@ def test_the_clocks_own_numbers_come_out() -> None:
 
 def test_sizes_that_do_not_fit_are_named() -> None:
     with pytest.raises(UserError, match="needs .* positions, but the model's context is 1024"):
-        stand().check([Size(512, 1, 512)])
+        profiler().check([Size(512, 1, 512)])
     with pytest.raises(UserError, match="99 decodes at once need --max-running 100"):
-        stand().check(sizes((), (99,), (32,)))
+        profiler().check(sizes((), (99,), (32,)))
     with pytest.raises(UserError, match="raise --kv-bytes"):
-        stand(kv_bytes=1 << 16).check([Size(0, 8, 96)])
+        profiler(kv_bytes=1 << 16).check([Size(0, 8, 96)])
 
 
 def test_without_a_context_every_step_has_a_prompt_of_its_own() -> None:
-    made = stand()
+    made = profiler()
     for decode in (0, 2):
         for timed in made.measure(Size(48, decode, 0), 1):
             step = timed.step
@@ -120,13 +120,13 @@ def test_prompts_of_many_rows_are_measured_fewer_times() -> None:
 def test_workers_of_one_machine_are_measured_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a real second process; what it makes of the clock is not asked."""
     small = {"prefill": (Size(16, 0, 32),), "decode": (Size(0, 2, 32),)}
-    monkeypatch.setattr("phasewise.plan.neighbour.SIZES", small)
+    monkeypatch.setattr("phasewise.plan.interference.SIZES", small)
     bench = Bench.load("pocket")
     engine = bench.engine({}, Limits(kv_bytes=1 << 28))
     assert isinstance(engine, Engine)
-    alone = Stand(engine, random_prompts(bench.model.config.vocab, 0))
+    alone = StepProfiler(engine, random_prompts(bench.model.config.vocab, 0))
     cores = os.sched_getaffinity(0)
-    for table in around(alone, Neighbour("pocket", "float32", {}, Limits(kv_bytes=1 << 28), 1), 1):
+    for table in around(alone, BusyWorker("pocket", "float32", {}, Limits(kv_bytes=1 << 28), 1), 1):
         if len(cores) > 1:
             assert {(mine, theirs) for mine, row in table.items() for theirs in row} == {*product(small, small)}
         assert all(factor >= 1.0 for row in table.values() for factor in row.values())
@@ -134,35 +134,35 @@ def test_workers_of_one_machine_are_measured_beside_each_other(monkeypatch: pyte
 
 
 def test_who_shares_a_core_has_it_half_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a neighbour is told of threads and cores, by how many threads the measured one has."""
+    """What a busy is told of threads and cores, by how many threads the measured one has."""
     asked = []
 
-    def measured(stand: Stand, neighbour: Neighbour, rounds: int, cores: Sequence[int] | None = None) -> Beside:
-        asked.append((neighbour.threads, neighbour.cores, cores))
+    def measured(profiler: StepProfiler, busy: BusyWorker, rounds: int, cores: Sequence[int] | None = None) -> Beside:
+        asked.append((busy.threads, busy.cores, cores))
         return {}
 
-    monkeypatch.setattr("phasewise.plan.neighbour.measure", measured)
-    monkeypatch.setattr("phasewise.plan.neighbour.cores_here", lambda: [2, 3, 5, 7])
-    like = Neighbour("pocket", "float32", {}, Limits(), 1)
-    around(stand(), like, 1)
+    monkeypatch.setattr("phasewise.plan.interference.measure", measured)
+    monkeypatch.setattr("phasewise.plan.interference.cores_here", lambda: [2, 3, 5, 7])
+    like = BusyWorker("pocket", "float32", {}, Limits(), 1)
+    around(profiler(), like, 1)
     assert asked == [(1, None, None), (4, None, [7])]
     asked.clear()
-    around(stand(), replace(like, threads=4), 1)
+    around(profiler(), replace(like, threads=4), 1)
     assert asked == [(1, [7], None)]
     asked.clear()
-    around(stand(), replace(like, threads=3), 1)
+    around(profiler(), replace(like, threads=3), 1)
     assert asked == []
 
 
 @pytest.mark.thorough  # starts a process
 def test_a_neighbour_that_does_not_come_up_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phasewise.plan.neighbour.SIZES", {"decode": (Size(0, 2, 32),)})
+    monkeypatch.setattr("phasewise.plan.interference.SIZES", {"decode": (Size(0, 2, 32),)})
     with pytest.raises(UserError, match="has not started.*--alone"):
-        measure(stand(), Neighbour("no/such/model", "float32", {}, Limits(), 1), 1)
+        measure(profiler(), BusyWorker("no/such/model", "float32", {}, Limits(), 1), 1)
 
 
 def made() -> Profile:
-    run = Measuring(stand(), GRID)
+    run = Measuring(profiler(), GRID)
     run.run()
     lines, held = run.lines()
     beside: Beside = {"prefill": {"decode": 1.5}}
@@ -193,7 +193,7 @@ def test_all_that_was_measured_reaches_the_simulator() -> None:
     layout = Setting(place="semi_pd").scenario(measured(profile), 1, (), 0).layout
     assert layout.served == workers
     assert layout.beside(1)["prefill"]["decode"] == 3.0
-    assert layout.shared(2)["prefill"]["decode"] == 1.5 * 3.0  # of a neighbour, times what the server makes of it
+    assert layout.shared(2)["prefill"]["decode"] == 1.5 * 3.0  # of a busy, times what the server makes of it
     assert layout.shared(1) == {}
 
 

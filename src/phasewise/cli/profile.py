@@ -132,10 +132,10 @@ def _take(made: Bench, engine: EngineOptions, named: Mapping[str, Mapping[str, s
     from phasewise.engine.engine import Engine
     from phasewise.model.artefacts import fingerprint
     from phasewise.plan.beside import Beside
-    from phasewise.plan.neighbour import Neighbour, around
+    from phasewise.plan.interference import BusyWorker, around
     from phasewise.plan.profile import Measured, Measuring, Profile, flops
+    from phasewise.plan.profiler import StepProfiler
     from phasewise.plan.shape import Shape
-    from phasewise.plan.stand import Stand
 
     with working("measuring how fast memory is read, and arithmetic done"):
         limits = {"read_bytes_per_s": reading(3), "flops": flops(3)}
@@ -157,14 +157,14 @@ def _take(made: Bench, engine: EngineOptions, named: Mapping[str, Mapping[str, s
             assert isinstance(placed, Engine)
             for threads in counts:
                 torch.set_num_threads(threads)
-                run = Measuring(Stand(placed, random_prompts(model.config.vocab, how.seed)), grid)
+                run = Measuring(StepProfiler(placed, random_prompts(model.config.vocab, how.seed)), grid)
                 try:
                     run.run(one)
                     beside: Beside = {}
                     shared: Beside = {}
                     if not how.alone:
-                        like = Neighbour(engine.model, dtype, verbs, engine.limits(), threads)
-                        beside, shared = around(run.stand, like, grid.rounds)
+                        like = BusyWorker(engine.model, dtype, verbs, engine.limits(), threads)
+                        beside, shared = around(run.profiler, like, grid.rounds)
                 finally:
                     torch.set_num_threads(there)
                 lines, held = run.lines()

@@ -1,4 +1,4 @@
-"""What an actor is told: commands in the order of their numbers, each once what it carries has come.
+"""Commands of an actor in the order of their numbers, each held until what it carries has come.
 
 Ray may run the calls of an actor in any order, and fetches an object only when asked. A worker must not wait for the
 network while it could compute, so a command with a parcel is held back until that is here, and with it what is told
@@ -50,7 +50,7 @@ class CommandQueue:
                 self._next += 1
 
     def lost(self, told: int, now: float) -> bool:
-        """Whether one of the first `told` commands has been missing for too long (seconds of the caller's clock)."""
+        """Returns whether one of the first `told` commands has been missing too long, by the caller's clock."""
         with self._news:
             if self._next >= told:
                 self._missed = None

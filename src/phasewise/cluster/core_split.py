@@ -1,4 +1,4 @@
-"""How the cores of a machine are split between the phases, and when to move one (arXiv 2504.19867).
+"""A controller that splits a machine's cores between the phases and moves them (arXiv 2504.19867).
 
     TTFT(x) = a1 / (x - load) + b1        x: cores of prefill; load: arrivals per second times seconds of one core each
     TPOT(y) = a2 / y + b2                 y: cores of decode
@@ -105,7 +105,7 @@ class Goals:
 
 @dataclass(frozen=True)
 class Seen:
-    """What one window showed: at which split, the prompts' load in cores, and both quantiles (None = not judged)."""
+    """One window's measurements: its split, the prompts' load in cores, both quantiles (None = not judged)."""
 
     at: int
     load: float
@@ -199,7 +199,7 @@ class CoreSplit:
         return found
 
     def _spoils(self, metric: Metric, at: int, seen: Seen) -> bool:
-        """Whether a target met now would be missed at a split that is known."""
+        """Returns whether a target that is met now would be missed at a split that is known."""
         if seen.of(metric) is None or not any(old.at == at and old.of(metric) is not None for old in self.seen):
             return False
         expected = self.expected(metric, at, seen.load)
@@ -219,7 +219,7 @@ class CoreSplit:
         return line([(u, value) for u, value in points if value is not None and math.isfinite(u)])
 
     def _u(self, metric: Metric, at: int, load: float) -> float:
-        """What a curve is linear in; infinite where prompts come faster than they can be done."""
+        """The variable that a curve is linear in; infinite where prompts come faster than they can be done."""
         split = self.splits[at]
         if metric == "tpot":
             return 1.0 / split.y

@@ -1,4 +1,4 @@
-"""What another process needs to build the same engines: names and numbers, no objects."""
+"""A specification from which another process builds the same engines: names and numbers, no objects."""
 
 from __future__ import annotations
 

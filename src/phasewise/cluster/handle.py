@@ -1,4 +1,4 @@
-"""What the router knows of a worker, in numbers: what policies choose by (DESIGN law 11)."""
+"""The router's view of a worker, in numbers, by which policies choose (DESIGN law 11)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class WorkerHandle:
 
     @property
     def quiet(self) -> bool:
-        """Whether it has heard the last that it was told, and nothing waits there to be taken."""
+        """It has heard its last command, and no KV waits there to be taken over."""
         return bool(self.told == self.state.get("heard", 0) and not self.state.get("arrivals"))
 
     @property

@@ -41,7 +41,7 @@ class Handover:
             "piece": self.piece, "landed": self.landed, "full": self.full,
         }  # fmt: skip
 
-    # ---- who waits for what
+    # ---- indices of the requests that wait, so that no step goes through all of them
     def follow(self, flight: InFlight) -> None:
         """Note what a request that has moved waits for now."""
         move = flight.transfer
@@ -74,7 +74,7 @@ class Handover:
             return  # said twice
         pushed = flight.transfer is not None and flight.transfer.pushed
         if "piece" in event and not pushed:
-            self.router.restart(flight, "received a KV chunk of a cancelled transfer")
+            self.router.restart(flight, "received a KV chunk for a cancelled transfer")
         elif flight.departs:
             self.set_out(flight)
             assert flight.transfer is not None
@@ -108,10 +108,10 @@ class Handover:
 
     def expired(self, flight: InFlight, handle: WorkerHandle, event: Message) -> None:
         if handle is flight.handle or (flight.transfer is not None and handle is flight.transfer.target):
-            self.router.restart(flight, "its KV is no longer in the transfer buffer")
+            self.router.restart(flight, "its KV was dropped from the transfer buffer: nobody took it within its lease")
 
     # ---- push: room is kept before the prompt is computed
-    def meet(self, flight: InFlight, policy: Pairing) -> None:
+    def reserve_peer(self, flight: InFlight, policy: Pairing) -> None:
         """Choose who goes on with a request before its prompt is computed, and have room kept there. None may overtake
         requests that wait for room."""
         tokens = flight.caller.known + 1
@@ -120,7 +120,7 @@ class Handover:
         queued = len(self._homeless) > (flight in self._homeless)
         free = [] if queued else self.router.handles
         views = [handle for handle in free if may_keep(handle, parts, room, self.router.flights)]
-        target = policy.meet(flight.caller.tokens, flight.handle, views)
+        target = policy.reserve_peer(flight.caller.tokens, flight.handle, views)
         if target is None:
             self.unmet += 1
         elif target is not flight.handle:
@@ -159,7 +159,7 @@ class Handover:
         if flight.computing and flight.transfer.deadline == math.inf:
             self._part(flight)
         else:
-            self.router.restart(flight, "there was no room for it")
+            self.router.restart(flight, "its peer had no room for its KV")
 
     # ---- every step
     def hand_over(self) -> None:
@@ -177,8 +177,8 @@ class Handover:
             flight.transfer.send(target, self.router.clock() + self.router.timeouts.handoff)
             self.router.note(flight)
 
-    def chase(self) -> None:
-        """Moves: what was delivered, what is overdue, and a new lease for what waits."""
+    def check_timeouts(self) -> None:
+        """Give up moves that are overdue, and renew the lease of KV that waits."""
         now = self.router.clock()
         waiting: dict[WorkerHandle, list[str]] = {}
         for flight in list(self.router.flights.values()):
@@ -186,7 +186,7 @@ class Handover:
                 continue
             if flight.transfer.overdue(now):
                 limit = self.router.timeouts.handoff
-                self.router.restart(flight, f"nothing was heard of its hand-off within {limit} s")
+                self.router.restart(flight, f"its hand-off was not answered within {limit} s")
                 continue
             waiting.setdefault(flight.handle, []).append(flight.caller.id)
             if flight.transfer.pushed and flight.transfer.target is not None:

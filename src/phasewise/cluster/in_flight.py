@@ -44,7 +44,7 @@ class Transfer:
 
     @property
     def parcels(self) -> list[Parcel]:
-        """What lies in the transfer buffer."""
+        """Its parcels that lie in the transfer buffer."""
         return [*self.pieces.values(), *([] if self.offer is None else [self.offer["parcel"]])]
 
     def to(self, state: State) -> None:
@@ -82,7 +82,7 @@ class Transfer:
         self.target.tell({"do": "piece"} | {key: event[key] for key in known if key in event})
 
     def overdue(self, now: float) -> bool:
-        """Whether it is taken for lost. One that waits for room, here or at its target, is not."""
+        """Returns whether it is taken for lost. A move that waits for room, here or at its target, is not."""
         if self.offer is None or self.pushed:
             return now > self.deadline
         queued = self.target is not None and self.offer["id"] in self.target.state["arrivals"]
@@ -101,7 +101,7 @@ class Transfer:
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """Where a request is: at `handle`, computed by its attempt number `attempt`, or moving away from there.
+    """A request under way: at `handle`, computed by its attempt number `attempt`, or moving away from there.
 
     Attempts are numbered in order, none twice; `number` says in which order requests came. `tries` are the attempts in
     a row that brought no token; `held` says that it waits to be tried again.
@@ -120,7 +120,7 @@ class InFlight:
 
     @property
     def departs(self) -> bool:
-        """Whether it leaves its worker when its prompt is done."""
+        """It leaves its worker when its prompt is done."""
         return self.transfer is not None or not self.handle.spec.decodes
 
     @property
@@ -160,10 +160,10 @@ class InFlight:
 
     @property
     def computing(self) -> bool:
-        """Whether its prompt is not done."""
+        """Its prompt is not done."""
         return self.caller.prefilling and (self.transfer is None or self.transfer.offer is None)
 
     @property
     def homeless(self) -> bool:
-        """Whether nobody has been found yet who goes on with it."""
+        """It leaves its worker, and no other worker has been chosen yet."""
         return self.departs and (self.transfer is None or self.transfer.target is None)

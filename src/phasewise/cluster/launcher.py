@@ -1,5 +1,5 @@
-"""What the router asks of whoever starts its workers, and of the connection to each: commands go out, events come back,
-in order, until the worker dies.
+"""The protocols of launchers, which start workers, and of the connection to each worker: commands go out, events come
+back, in order, until the worker dies.
 
 Both are plain data (JSON carries them); tensors travel through a transfer buffer and are named by parcels. Workers may
 run inside the router's own thread (inline.py), in processes of their own (process.py) or on other machines
@@ -19,7 +19,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What a worker is: the phases its engine runs, its share of the KV budget, its cores (None = any) and threads
+    """A kind of worker: the phases its engine runs, its share of the KV budget, its cores (None = any) and threads
     (None = one per core). `pooled`: all such workers share the whole budget, and lend KV instead of sending it; those
     that compute prompts only make way for the others."""
 
@@ -32,7 +32,7 @@ class WorkerSpec:
 
     @property
     def decodes(self) -> bool:
-        """Whether requests go on there when their prompts are done. Where they do not, all of them depart."""
+        """Requests go on there when their prompts are done. Where they do not, all of them depart."""
         return "decode" in self.phases
 
     @property
@@ -81,7 +81,7 @@ class Launcher(Protocol):
     def transfer_buffer(self) -> TransferBuffer: ...
 
     def reserve(self, specs: Sequence[WorkerSpec]) -> None:
-        """What will be launched first, and kept up: said once, before, so that hosts can be chosen for all together."""
+        """Announce the workers that are launched first and kept up, so that hosts can be chosen for all together."""
         ...
 
     def launch(self, name: str, spec: WorkerSpec) -> Connection:

@@ -1,4 +1,4 @@
-"""Which workers have room for a request: what the router works out before a policy chooses among them."""
+"""Admission by the router: the workers that have room for a request, before a policy chooses among them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from phasewise.kv.buffer import ROUND
 
 
 class Rooms(Protocol):
-    """What an engine like the workers' says of room: `Parts` is one. `row_bytes`: of a token, where it takes most."""
+    """The limits of an engine like the workers': `Parts` is one. `row_bytes`: of a token, where it takes most."""
 
     @property
     def max_running(self) -> int: ...
@@ -19,13 +19,13 @@ class Rooms(Protocol):
     def row_bytes(self) -> int: ...
     @property
     def recipes(self) -> Mapping[str, Any]:
-        """What they run with, each with a `store` that knows what tokens cost."""
+        """Its recipes, each with a `store` that knows the bytes of so many tokens."""
         ...
 
 
 def may_keep(handle: WorkerHandle, parts: Rooms, room: int, requests: Mapping[str, InFlight]) -> bool:
-    """Whether a worker seems to have `room` bytes besides what those that run there, and those of the `requests` that
-    wait there, may take. It may say no."""
+    """Returns whether a worker seems to have `room` bytes besides what its running requests, and those of `requests`
+    that wait there, may take. The worker may still refuse."""
     state = handle.state
     if not handle.spec.decodes or not state:
         return False
@@ -37,8 +37,8 @@ def may_keep(handle: WorkerHandle, parts: Rooms, room: int, requests: Mapping[st
 
 
 def has_room(handle: WorkerHandle, parts: Rooms, n_bytes: int) -> bool:
-    """Whether a worker has so many bytes for a request. Those that wait for memory there go first, and those that run
-    may grow a bit. What is lent needs no room: a lone request that cannot grow even wants company to take it from."""
+    """Returns whether a worker has so many bytes for a request. Those that wait for memory there go first, and those
+    that run may grow a bit. What is lent needs no room: a lone request that cannot grow even takes it from company."""
     if not handle.spec.decodes or not handle.state:
         return False
     running = handle.state["running"] + handle.coming

@@ -1,4 +1,4 @@
-"""How workers of a pool hand requests on: memory stays where it is and changes hands (arXiv 2504.19867).
+"""Hand-offs between workers of a pool: memory stays where it is and changes hands (arXiv 2504.19867).
 
     offer   the prompt's worker gives its buffers up; their bytes are a loan in the pool's table, and nobody's
     take    the next worker makes the loan its own, then the buffers; only then does it go on
@@ -49,7 +49,7 @@ class OwnershipBuffer:
 
 
 class OwnershipTransfer:
-    """What a worker does with its engine's account in a pool."""
+    """A worker's use of its engine's account in a pool: it balances memory, lends KV and adopts it."""
 
     def __init__(self, engine: Engine, account: Account, transfer_buffer: TransferBuffer, layouts: Layouts) -> None:
         self.engine, self.account, self.transfer_buffer = engine, account, transfer_buffer
@@ -87,7 +87,7 @@ class OwnershipTransfer:
 
     # ---- handing on
     def fits(self, request: Request) -> bool:
-        """Whether there is room for what siblings no longer share with it."""
+        """Returns whether there is room for the rows that siblings no longer share with it."""
         assert request.kv is not None
         return self.engine.prefixes.room(request.kv.shared)
 
@@ -113,6 +113,6 @@ class OwnershipTransfer:
         return unpack(packed, tensors, *self._layouts.of(packed["request"]["recipe"]))
 
     def welcome(self) -> bool:
-        """Whether one more may run. It brings its memory along; where a lone request cannot grow, it gives it up."""
+        """Returns whether one more may run. It brings its memory along, which a lone request may need to grow."""
         running = len(self.engine.running)
         return running < self.engine.parts.max_running or (running == 1 and self.account.wish > 0)

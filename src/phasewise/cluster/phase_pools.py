@@ -11,7 +11,7 @@ from phasewise.cluster.policy import S, WorkerView, least_decoding, threads_each
 
 
 def pool(view: WorkerView) -> str:
-    """Where a worker belongs now: to the pool of its role, or to "mixed" as long as it has work foreign to it.
+    """Returns a worker's pool now: that of its role, or "mixed" as long as it has work foreign to it.
 
     So a borrowed worker goes home by itself once that is done, whatever dies or starts again in between.
     """
@@ -60,8 +60,8 @@ class PhasePools:
                 return best
         return min(views, key=pending)
 
-    def meet(self, tokens: Sequence[int], start: S, views: Sequence[S]) -> S:
-        """Of the `seats` that have room, the one that goes on with a prompt computed at `start`; or `start` itself."""
+    def reserve_peer(self, tokens: Sequence[int], start: S, views: Sequence[S]) -> S:
+        """Returns the worker with room that goes on with a prompt computed at `start`, or `start` itself."""
         near = of(views, "token")
         if pool(start) != "prompt" and start not in near:
             near.append(start)  # it decodes anyway

@@ -1,4 +1,4 @@
-"""Which worker does what: numbers only, so that a policy can be tested without workers (DESIGN law 11).
+"""Routing policies. They see numbers only, so that a policy can be tested without workers (DESIGN law 11).
 
 The simulator (plan/simulated_cluster.py) runs the router that asks them. How many workers of each kind is the user's
 choice, or that of `phasewise plan`.
@@ -15,7 +15,7 @@ from phasewise.cluster.launcher import WorkerSpec
 
 
 class WorkerView(Protocol):
-    """What a policy may know of a worker. `phasewise.cluster.handle.WorkerHandle` is one; tests bring their own."""
+    """A policy's view of a worker. `phasewise.cluster.handle.WorkerHandle` is one; tests bring their own."""
 
     @property
     def role(self) -> str: ...
@@ -35,18 +35,18 @@ class WorkerView(Protocol):
 
 
 class LiveWorkerView(WorkerView, Protocol):
-    """What a policy may know of a worker that it looks after."""
+    """A policy's view of a worker that it looks after."""
 
     @property
     def name(self) -> str: ...
     @property
     def quiet(self) -> bool:
-        """Whether it has answered the last that it was told."""
+        """It has answered its last command."""
         ...
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """What it last said of itself, numbers; empty while it starts."""
+        """Its last report of itself, in numbers; empty while it starts."""
         ...
 
 
@@ -55,7 +55,7 @@ T = TypeVar("T", bound=LiveWorkerView)
 
 
 class Policy(Protocol):
-    """Where prompts start, and where their requests go on."""
+    """A routing policy: it chooses where prompts start and where their requests go on."""
 
     def worker_specs(self) -> list[WorkerSpec]:
         """One spec per worker."""
@@ -66,7 +66,7 @@ class Policy(Protocol):
         ...
 
     def go_on(self, tokens: int, views: Sequence[S]) -> S | None:
-        """Of the workers that have room, the one that takes over a request of so many tokens; None = wait."""
+        """Returns the worker with room that takes over a request of so many tokens; None = wait."""
         ...
 
 
@@ -76,17 +76,17 @@ class Pairing(Policy, Protocol):
 
     @property
     def push(self) -> bool:
-        """Whether it does."""
+        """It chooses a peer before the prompt is computed."""
         ...
 
-    def meet(self, tokens: Sequence[int], start: S, views: Sequence[S]) -> S | None:
-        """Of the workers that have room, the one that goes on with a prompt computed at `start`. `start` itself: it
-        stays there. None: that is chosen once the prompt is done."""
+    def reserve_peer(self, tokens: Sequence[int], start: S, views: Sequence[S]) -> S | None:
+        """Returns the worker with room that goes on with a prompt computed at `start`. `start` itself: it stays there.
+        None: the worker is chosen once the prompt is done."""
         ...
 
 
 class Caller(Protocol):
-    """What a policy may know of a request, seconds of the router's clock."""
+    """A policy's view of a request. Times are seconds of the router's clock."""
 
     @property
     def id(self) -> str: ...
@@ -163,5 +163,5 @@ class TwoPools:
     def go_on(self, tokens: int, views: Sequence[S]) -> S | None:
         return least_decoding(views) if views else None
 
-    def meet(self, tokens: Sequence[int], start: S, views: Sequence[S]) -> S | None:
+    def reserve_peer(self, tokens: Sequence[int], start: S, views: Sequence[S]) -> S | None:
         return start if start.role == "decode" else self.go_on(len(tokens), views)

@@ -90,7 +90,7 @@ class Table:
             return got
 
     def put(self, row: int, n_bytes: int) -> None:
-        """What an account has set aside from now on: no more than before."""
+        """Lower the bytes that an account has set aside."""
         self._rows[row, BYTES] = n_bytes
 
     def wish(self, row: int, n_bytes: int) -> None:
@@ -151,7 +151,7 @@ def key(owner: str) -> int:
 
 
 class Account(Ledger):
-    """What one engine uses of a pool. It sets bytes aside as it is asked for room, and keeps them until `settle`.
+    """One engine's account in a pool. It sets bytes aside as it is asked for room, and keeps them until `settle`.
 
     While rows move to a larger buffer both exist, beyond what was set aside: one layer's rows of one request. An
     account that `yields` leaves the others what they wish for.

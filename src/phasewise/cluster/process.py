@@ -75,7 +75,7 @@ class ForkServer:
 
     @property
     def busy(self) -> bool:
-        """Whether it is loading."""
+        """It is loading the model."""
         if not self._loaded:
             with contextlib.suppress(OSError):
                 self._loaded = bool(self._connection.recv(16))

@@ -1,4 +1,4 @@
-"""KV that flows to the next worker while its prompt is still computed (push): what both sides keep of it.
+"""Pushed KV: it flows to the next worker while its prompt is still computed.
 
     Outbox   at the prompt's worker: after each step, what that step has made final goes into the buffer as a piece
     Inbox    at the next worker: room for the whole prompt, taken when the prompt starts, and filled as pieces come
@@ -169,7 +169,7 @@ class Inbox:
         return sum(coming.landing.bytes for coming in self._coming.values())
 
     def fits(self, store: Store, tokens: int) -> bool:
-        """Whether a request of so many tokens has room besides those that wait, and those that run and may grow."""
+        """Returns whether so many tokens fit besides the requests that wait, and those that run and may grow."""
         engine = self.engine
         if len(engine.running) + len(engine.waiting) + len(self) >= engine.parts.max_running:
             return False

@@ -44,7 +44,7 @@ OWN = {"worker_niceness": 0}  # of a cluster of our own: Ray's 15 starves worker
 
 @dataclass(frozen=True)
 class RayPlacement:
-    """How workers are spread over hosts: `strategy` is what Ray calls so for a placement group; each gets `cpus` cores,
+    """The spread of workers over hosts: `strategy` is that of a Ray placement group; each gets `cpus` cores,
     None = as many as its placement says, which counts the cores of the router's host."""
 
     strategy: Literal["SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK"] = "SPREAD"
@@ -150,7 +150,7 @@ class WorkerGroup:
 
     @property
     def placed(self) -> bool:
-        """Whether every bundle has a host."""
+        """Every bundle has a host."""
         return self.group is None or placement_group_table(self.group)["state"] == "CREATED"
 
     def options(self, spec: WorkerSpec) -> tuple[int | None, dict[str, Any]]:
@@ -238,7 +238,7 @@ def cpus(spec: WorkerSpec) -> int:
 
 
 def _reason(error: RayError) -> str:
-    """What the worker itself has raised, or the first of many lines that Ray says of its death."""
+    """Returns the error that the worker itself raised, or the first line of Ray's report of its death."""
     if isinstance(error, RayTaskError):
         return f"{type(error.cause).__name__}: {error.cause}"
     return str(error).strip().partition("\n")[0]

@@ -52,7 +52,7 @@ class RayBuffer:
 
 
 def _bytes_of(tensor: Tensor) -> Any:
-    """As an array of bytes, which Ray copies to shared memory once, whatever the dtype."""
+    """View a tensor as an array of bytes, which Ray copies to shared memory once, whatever the dtype."""
     return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 

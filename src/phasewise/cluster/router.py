@@ -2,7 +2,7 @@
 
     add -> policy.start -> worker (prompt, first token) -> offer -> policy.go_on -> another worker -> ... -> left
              \\__ a worker that also decodes keeps the request to its end
-        policy.meet -> another worker keeps room -> pieces of the KV, while the prompt is computed -> ... -> left
+        policy.reserve_peer -> a peer keeps room -> pieces of the KV, while the prompt is computed -> ... -> left
 
 The caller's request stays here; workers compute twins of it and report tokens. Whatever goes wrong with a worker or a
 move has one answer: start again from the tokens the caller has, elsewhere. Draws depend on seed and position alone, so
@@ -23,10 +23,10 @@ import torch
 from phasewise.cluster.handle import WorkerHandle
 from phasewise.cluster.handover import Handover
 from phasewise.cluster.in_flight import InFlight
-from phasewise.cluster.kv_affinity import Keepers
+from phasewise.cluster.kv_affinity import KVAffinity
 from phasewise.cluster.launcher import Launcher, Message
-from phasewise.cluster.recipe_update import Lesson, told
 from phasewise.cluster.policy import Adjusting, Pairing, Policy
+from phasewise.cluster.recipe_update import RecipeUpdate, told
 from phasewise.cluster.supervisor import Supervisor, Timeouts
 from phasewise.engine.engine import Engine
 from phasewise.engine.runtime import Runtime
@@ -70,9 +70,9 @@ class Router:
         self._suspects: dict[InFlight, None] = {}  # requests whose workers keep failing
         self._progressed: dict[Request, None] = {}  # ordered, each once
         self._closed = False
-        self._lesson: Lesson = {}  # recipes that came later, which whoever is launched is told of
+        self._recipe_update: RecipeUpdate = {}  # recipes that came later, which whoever is launched is told of
         self.handover = Handover(self)
-        self._keepers = Keepers()
+        self._affinity = KVAffinity()
         self._hears = {"progress": self._progress, **self.handover.hears}
         try:
             self.supervisor = Supervisor(launcher, policy.worker_specs(), clock)
@@ -89,14 +89,14 @@ class Router:
 
     @property
     def counters(self) -> Counters:
-        """Of all workers together, as far as they have reported; tokens as they were given to the callers."""
+        """The counters of all workers together, as far as reported; tokens as they were given to the callers."""
         done = self.supervisor.counters
         fallbacks = done.push_fallbacks + self.handover.unmet
         return replace(done, emitted=self._emitted, restarts=self._restarts, push_fallbacks=fallbacks)
 
     @property
     def workers(self) -> dict[str, int]:
-        """How many of each role are alive and ready."""
+        """The number of workers of each role that are alive and ready."""
         there = Counter({handle.role: 0 for handle in self.handles})
         there.update(handle.role for handle in self.handles if handle.connection.alive and handle.state)
         return dict(there)
@@ -120,13 +120,13 @@ class Router:
 
     @property
     def waiting(self) -> list[Request]:
-        """Without KV so far, or again."""
+        """Requests without KV so far, or again."""
         held = {name for handle in self.handles for name in handle.state.get("waiting", ())}
         return [flight.caller for name, flight in self.flights.items() if name in held]
 
     @property
     def running(self) -> list[Request]:
-        """With KV somewhere, or on the way."""
+        """Requests with KV somewhere, or on the way."""
         held = set(self.waiting)
         return [flight.caller for flight in self.flights.values() if flight.caller not in held]
 
@@ -139,7 +139,7 @@ class Router:
         return sum(handle.state.get("prefix_bytes", 0) for handle in self.handles)
 
     def add(self, request: Request) -> None:
-        """To the worker of its siblings, else to where the policy says."""
+        """Send a request to the worker of its siblings, else to the one that the policy chooses."""
         if self._closed:
             raise PhasewiseError("the workers have been dismissed: nothing can be added after close()")
         if request.id in self.flights:
@@ -161,12 +161,12 @@ class Router:
         self.fronts[0].prepare(params, recipe)
 
     def learn(self, recipes: Mapping[str, Mapping[str, Any]]) -> None:
-        """Everybody reads them, and is waited for: what one worker cannot make, nobody is asked for."""
-        lesson = told(recipes)
+        """Add recipes at every worker, and wait for all. If one worker cannot build them, none is used."""
+        update = told(recipes)
         for front in self.fronts:
             front.learn(recipes)
         for handle in self.handles:
-            handle.tell({"do": "learn", "recipes": lesson})
+            handle.tell({"do": "learn", "recipes": update})
         until = self.clock() + self.timeouts.start
         for handle, number in [(handle, handle.told) for handle in self.handles]:
             while handle.state.get("heard", 0) < number:
@@ -177,7 +177,7 @@ class Router:
                     self._hear(each)
             if handle.state["unlearned"]:
                 raise UserError(f"worker {handle.name}: {handle.state['unlearned']}")
-        self._lesson |= lesson
+        self._recipe_update |= update
 
     def reach(self, recipe: str) -> int:
         """Texts beyond the context are for one engine alone."""
@@ -211,7 +211,7 @@ class Router:
             self._hear(handle)
             self._lose(handle, why)
         if speaking is None:
-            self.handover.chase()
+            self.handover.check_timeouts()
         self._try_suspects()
         self.handover.hand_over()
         progressed, self._progressed = list(self._progressed), {}
@@ -234,13 +234,13 @@ class Router:
 
     # ---- starting
     def _start_of(self, request: Request) -> WorkerHandle:
-        """Where a request starts; one that has emitted starts again where it can go on."""
+        """Choose the worker where a request starts; one that has emitted starts again where it can go on."""
         seated, shape = self.supervisor.seated, self.shape(request)
         for each in seated:
             each.shape = shape
         if not request.n_out:
-            keeper = self._keepers.find(request, self._runtime(request), seated)
-            return self.policy.start(request.tokens, seated) if keeper is None else keeper
+            holder = self._affinity.find(request, self._runtime(request), seated)
+            return self.policy.start(request.tokens, seated) if holder is None else holder
         handle = self.policy.go_on(request.known, [handle for handle in seated if handle.spec.decodes])
         assert handle is not None
         return handle
@@ -259,7 +259,7 @@ class Router:
         """Hand a request's tokens to its worker."""
         caller = flight.caller
         if self._pushing is not None and not caller.n_out:
-            self.handover.meet(flight, self._pushing)
+            self.handover.reserve_peer(flight, self._pushing)
         command: Message = {"do": "add", "attempt": flight.attempt, "request": caller.header() | {"computed": 0}}
         command["push"] = flight.transfer is not None
         if parent is not None:
@@ -384,8 +384,8 @@ class Router:
     def _lose(self, handle: WorkerHandle, why: str) -> None:
         """Replace a worker and start its requests again elsewhere. What it put into the transfer buffer stays."""
         new = self.supervisor.replace(handle, why)
-        if self._lesson:
-            new.tell({"do": "learn", "recipes": self._lesson})
+        if self._recipe_update:
+            new.tell({"do": "learn", "recipes": self._recipe_update})
         for flight in list(self.flights.values()):
             move = flight.transfer
             if move is None:
@@ -404,7 +404,7 @@ class Router:
         flight.unload()
         self.handover.forget(flight)
         if left.how == "finished":
-            self._keepers.finished(caller, self._runtime(caller), flight.handle)
+            self._affinity.finished(caller, self._runtime(caller), flight.handle)
         caller.left = left
         caller.trace.left, caller.trace.by["left"] = self.clock(), flight.handle.name
         self._progressed[caller] = None

@@ -44,7 +44,7 @@ class Block:
 
 
 def between(sent: Sequence[int], ready: Sequence[int]) -> list[Block]:
-    """What is ready (rows per layer) and not sent, as few blocks as runs of layers with the same rows allow."""
+    """Returns the blocks that are ready and not sent (rows per layer), one per run of layers with the same rows."""
     blocks = []
     for (start, stop), run in groupby(range(len(ready)), key=lambda i: (sent[i], ready[i])):
         layers = list(run)
@@ -80,7 +80,7 @@ class Sent:
         self.spoiled = False
 
     def more(self, request: Request, whole: int) -> list[Block]:
-        """What can be sent now: committed rows, and those of a slice under way at the layers it has run, up to row
+        """Returns what can be sent now: committed rows, and those of a slice at the layers it has run, up to row
         `whole` (what lies beyond is computed again once more tokens are known). Nothing once a row was rewritten."""
         kv = request.kv
         if kv is None or self.spoiled:
@@ -96,7 +96,7 @@ class Sent:
         return between(self.rows, ready)
 
     def rest(self, request: Request) -> list[Block] | None:
-        """What is missing of a prompt just completed; None if the KV has to travel whole."""
+        """Returns the unsent blocks of a prompt just completed; None if the KV has to travel whole."""
         blocks = self.more(request, 0)
         full = all(_final(layer, 0) == request.computed for layer in request.kv.layers) if request.kv else False
         return blocks if full and not self.spoiled else None
@@ -165,7 +165,7 @@ class Landing:
                 yield plane[:, start:stop]
 
     def covers(self, rows: int) -> bool:
-        """Whether the first `rows` rows of every layer are there."""
+        """Returns whether the first `rows` rows of every layer are there."""
         return all(_reach(self.blocks, layer) >= rows for layer in range(len(self.layers)))
 
     def finish(self, rows: int) -> KV:

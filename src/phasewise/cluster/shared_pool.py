@@ -149,12 +149,12 @@ class SharedPool:
 
     @classmethod
     def here(cls, limit: int) -> SharedPool:
-        """For workers of this process."""
+        """Make a pool for workers of this process."""
         return cls(Table.here(limit), InlineMemory())
 
     @classmethod
     def create(cls, run: str, limit: int) -> SharedPool:
-        """For processes of this machine, by the name of their run. Raises UserError if shared memory is too small."""
+        """Make a pool for the processes of a run on this machine. Raises UserError if shared memory is too small."""
         disk = os.statvfs(folder())
         free = disk.f_bavail * disk.f_frsize
         if limit > free:

@@ -65,7 +65,7 @@ class SharedPoolPolicy:
             self._last[caller.id] = caller.n_out, caller.last_token
 
     def _spare(self, views: Sequence[T]) -> Iterator[tuple[T, dict[str, Any]]]:
-        """Where one worker goes without memory, another one need not keep prefixes that nobody uses."""
+        """Ask workers to drop unused prefixes where another worker is short of memory."""
         for short in views:
             wish = short.state.get("wish", 0)
             for view in views:

@@ -24,11 +24,11 @@ CHUNK = 1 << 18  # bytes
 
 
 class Origin(Protocol):
-    """Where the process of a wire comes from."""
+    """The source of a connection's process, such as a fork server."""
 
     @property
     def busy(self) -> bool:
-        """Whether it has good reason not to have made the process yet."""
+        """It has good reason not to have made the process yet."""
         ...
 
     def kill(self) -> None: ...
@@ -53,7 +53,7 @@ class SocketConnection:
 
     @property
     def pending(self) -> bool:
-        """Whether something waits to be sent."""
+        """Something waits to be sent."""
         return bool(self._out)
 
     def tell(self, command: Message) -> None:
@@ -153,7 +153,7 @@ class WorkerSocket:
             self._sock.sendall(_frame(event))
 
     def commands(self) -> Iterator[Message]:
-        """What the router says, until it hangs up."""
+        """Yield the router's commands until it hangs up."""
         with contextlib.suppress(OSError), self._sock.makefile("rb") as stream:
             while len(head := stream.read(LENGTH.size)) == LENGTH.size:
                 (n,) = LENGTH.unpack(head)

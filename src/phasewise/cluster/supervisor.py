@@ -1,4 +1,4 @@
-"""The workers there are: launched, heard of in time, replaced when they die."""
+"""Supervision of workers: they are launched, heard, and replaced when they die or are silent too long."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STILLBORN = 3  # workers of a role in a row that died without a word: launching 
 
 @dataclass(frozen=True)
 class Timeouts:
-    """How long to wait, seconds."""
+    """Seconds to wait before something is taken for lost."""
 
     handoff: float = 10.0  # for a word of a hand-off under way; then its prompt is computed again
     silence: float = 10.0  # for any word of a worker; then it is taken for dead
@@ -46,12 +46,12 @@ class Supervisor:
 
     @property
     def ready(self) -> bool:
-        """Whether everybody has said a first word."""
+        """Every worker has reported once."""
         return all(handle.state for handle in self.handles)
 
     @property
     def seated(self) -> list[WorkerHandle]:
-        """Who can work at once. Where a role has only workers that are starting, these."""
+        """The workers that can start at once; of a role whose workers are all starting, these."""
         if self.ready:
             return self.handles
         there = {handle.role for handle in self.handles if handle.state}
@@ -72,7 +72,7 @@ class Supervisor:
 
     @property
     def by_recipe(self) -> dict[str, Counters]:
-        """What belongs to single requests, by their recipe."""
+        """The counters that belong to single requests, by their recipe."""
         found = dict(self._recipes)
         for handle in self.handles:
             _add(found, handle.state.get("by_recipe", {}))
@@ -89,7 +89,7 @@ class Supervisor:
         self.launcher.wait([handle.connection for handle in self.handles], seconds)
 
     def hear(self, handle: WorkerHandle) -> Iterator[Message]:
-        """What a worker says of requests; what it says of itself is noted."""
+        """Yield a worker's events of requests, and note what it reports of itself."""
         events = handle.connection.hear()
         if events:
             handle.heard_at = self.clock()
@@ -102,8 +102,8 @@ class Supervisor:
                 yield event
 
     def dead(self, handles: Sequence[WorkerHandle], timeouts: Timeouts) -> Iterator[tuple[WorkerHandle, str]]:
-        """Those of the handles whose workers died or say nothing any more, and why. Each is killed, but not replaced
-        yet: its last words may still be heard."""
+        """Yield the handles whose workers died or are silent, and why. Each is killed but not replaced yet: its last
+        events may still be heard."""
         now = self.clock()
         for handle in handles:
             silent = now - handle.heard_at
@@ -117,7 +117,7 @@ class Supervisor:
             yield handle, why
 
     def replace(self, handle: WorkerHandle, why: str) -> WorkerHandle:
-        """Somebody new for a dead worker's handle. Raises Unstaffed when they keep dying before their first word."""
+        """Launch a successor of a dead worker. Raises NoWorkers when they keep dying before they report."""
         log.error("worker %s is lost: %s", handle.name, why)
         self.handles.remove(handle)
         self.gone.workers_lost += 1

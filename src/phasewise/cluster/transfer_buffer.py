@@ -1,4 +1,4 @@
-"""Where a request's KV lies between two workers: put down by one, picked up by another, dropped when owned.
+"""The transfer buffer holds KV between two workers: one puts it down, another copies it, then it is freed.
 
 A parcel is plain data, so that a header can name it; only who picks it up touches the bytes.
 """
@@ -125,7 +125,7 @@ def _view(memory: Tensor, dtype: torch.dtype, shape: Sequence[int], offset: int)
 
 
 def folder() -> Path:
-    """Where segments lie: shared memory, or the folder for temporary files where there is none."""
+    """Returns the folder of segments: shared memory, or that of temporary files where there is none."""
     memory = Path("/dev/shm")
     return memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
 

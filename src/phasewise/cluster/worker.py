@@ -11,7 +11,7 @@
              forget   {}                                drop unused prefixes
              spare    {bytes}                           drop some of them: another worker of the pool is short
              cores    {cores, threads}                  from the next step on, run on these
-             learn    {recipes}                         requests may name these as well (lessons.py)
+             learn    {recipes}                         requests may name these as well (recipe_update.py)
     event    progress {id, attempt, start, tokens, left, queued, recalled, scores?, pool?}
              offer    {id, attempt, packed, parcel}     the prompt is done, its KV waits in the transfer buffer
              piece    {id, attempt, piece, blocks, parcel}  some rows of a prompt under way wait in the transfer buffer
@@ -37,9 +37,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from phasewise.cluster.recipe_update import learn, stores_of
 from phasewise.cluster.ownership import OwnershipTransfer
 from phasewise.cluster.push import Inbox, Outbox
+from phasewise.cluster.recipe_update import learn, stores_of
 from phasewise.cluster.segments import cut
 from phasewise.cluster.transfer_buffer import Parcel, TransferBuffer
 from phasewise.kv.handoff import Layouts, landing, pack, unpack
@@ -103,7 +103,7 @@ class Worker:
 
     @property
     def idle(self) -> bool:
-        """Whether a turn would change nothing but leases."""
+        """A turn would change nothing but leases."""
         return self.engine.idle and not self._arrivals and not self.engine.departed
 
     # ---- commands
@@ -151,7 +151,7 @@ class Worker:
         self._outbox.keep(name, attempt)
         job = self._jobs.get(name)
         if job is not None and job.attempt == attempt:
-            self.engine.stay(job.request)
+            self.engine.keep_local(job.request)
 
     def _release(self, command: Message) -> None:
         if "pieces" not in command:
@@ -255,7 +255,7 @@ class Worker:
             self._post({"event": "expired", "id": request.id, "attempt": job.attempt})
 
     def _fits(self, request: Request) -> bool:
-        """Whether the rows of a request have room in the transfer buffer once its KV is freed."""
+        """Returns whether a request's rows have room in the transfer buffer once its KV is freed."""
         assert request.kv is not None
         if self._lender is not None:
             return self._lender.fits(request)
@@ -297,7 +297,7 @@ class Worker:
         return offer | {"room": room}, parcel, n_bytes
 
     def _packed(self, request: Request, attempt: int) -> tuple[Message, list[Tensor]]:
-        """What another worker needs to go on with a request, but for rows that were sent before."""
+        """Pack what another worker needs to go on with a request, but for rows that were sent before."""
         layout = self._layouts.of(request.recipe)[1]
         if not self._outbox.pushes(request.id):
             packed, tensors = pack(request, layout, attempt)

@@ -384,7 +384,7 @@ class Engine:
         if request not in self._progressed:
             self._progressed.append(request)
 
-    def stay(self, request: Request) -> None:
+    def keep_local(self, request: Request) -> None:
         """Nobody will take over `request`: it goes on here, if this engine can."""
         request.departs = False
         if request in self.departed and not self._departs:

@@ -1,1 +1,1 @@
-"""What steps cost, on this machine and on others, and what a cluster would do with a load: profiles and a simulator."""
+"""Planning: profiles of what steps cost, and a simulator of clusters under a load."""

@@ -29,6 +29,6 @@ def over(table: Beside, served: Beside, alone: Beside) -> Beside:
 
 
 def slowed(table: Beside, mine: Path, others: Sequence[Path], unknown: float = 1.0) -> float:
-    """How many times as long a step takes beside all of these. Steps of both phases count as prompts."""
+    """Returns the factor by which others lengthen a step. Steps of both phases count as prompts."""
     row = table.get("prefill" if mine == "mixed" else mine, {})
     return prod(row.get("prefill" if other == "mixed" else other, unknown) for other in others)

@@ -14,7 +14,7 @@ from phasewise.plan.shape import Shape
 
 @dataclass(slots=True)
 class Step:
-    """What one step of an engine computes, in rows.
+    """The work of one engine step, in rows.
 
     `pairs`: for every prompt row, the rows it sees, itself included, summed. `prefixes`: KV rows that prompt slices
     read, each slice's once. `ended`: rows of prompts that are done with this step (the prefix cache takes them over).
@@ -46,7 +46,7 @@ class Counts(NamedTuple):
 
 
 class Price(NamedTuple):
-    """What a step costs on one device. `joules` and `money` are 0 where the source says nothing of them."""
+    """The cost of a step on one device. `joules` and `money` are 0 where the source says nothing of them."""
 
     seconds: float
     joules: float = 0.0
@@ -54,7 +54,7 @@ class Price(NamedTuple):
 
 
 class Cost(Protocol):
-    """What steps cost somewhere."""
+    """A source of the costs of steps, such as a profile or a device file."""
 
     def price(self, step: Step) -> Price: ...
 

@@ -44,7 +44,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Device:
-    """What one device can do.
+    """The rates and sizes of one device.
 
     `flops` and `bandwidth` are peaks, of which `flops_share` and `bandwidth_share` are reached. KV lies elsewhere where
     there is a `kv_bandwidth`. `link` and `latency`: to another such device. `overhead`: seconds of any step. `tile`:

@@ -37,11 +37,11 @@ class Drafts:
         return float((1 - self.accept ** (self.depth + 1)) / (1 - self.accept))
 
     def luck(self, name: str) -> Random:
-        """Of a request: the same draws, whatever else goes on."""
+        """Returns a request's own random numbers: the same draws, whatever else goes on."""
         return Random(f"{self.seed}/{name}")
 
     def held(self, guesses: int, luck: Random) -> int:
-        """How many of so many guesses hold, from the first on."""
+        """Draw the number of guesses that hold, from the first on."""
         chance = 1.0 - luck.random()  # above 0
         if chance <= self.accept**guesses:
             return guesses

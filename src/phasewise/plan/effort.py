@@ -1,4 +1,4 @@
-"""How long a tuning run will take, and how much of it fits into the time that is allowed."""
+"""The expected length of a tuning run, and the part of it that fits into the time that is allowed."""
 
 from __future__ import annotations
 

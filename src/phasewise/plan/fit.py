@@ -48,7 +48,7 @@ class Line:
 
 
 def term(name: str, step: Step) -> float:
-    """What a term counts in a step. Raises UserError for one that is unknown."""
+    """Returns a term's count in a step. Raises UserError for an unknown term."""
     if name == "base":
         return 1.0
     if name.startswith("rows>"):

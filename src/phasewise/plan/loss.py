@@ -1,4 +1,4 @@
-"""What a recipe loses in answers, on the same examples as the default: paired, with 95 % intervals."""
+"""The accuracy that a recipe loses against the default, on the same examples: paired, with 95 % intervals."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Scales:
 
 
 def limit_of(text: str) -> float:
-    """From 1%, or 0.01. Raises UserError."""
+    """Parse 1%, or 0.01. Raises UserError."""
     try:
         value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:

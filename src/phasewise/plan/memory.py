@@ -45,7 +45,7 @@ class Held:
 
     @property
     def names(self) -> list[str]:
-        """Of its planes in a pool's memory: it has none."""
+        """Names of its planes in a pool's memory: there are none."""
         return []
 
     def lend(self) -> None:
@@ -105,10 +105,17 @@ class NumberStore:
             job.kv.nodes, _ = self.tree.insert(job.tokens, self._rows, job.kv.nodes)
 
 
-class NumberPhase:
-    """The phase that computes a simulated prompt: its decode method asks nothing of the router."""
+class NumberDecode:
+    """The decode method of a simulated request: it goes on from no other request's KV."""
 
-    decode = None
+    def follows(self, params: object) -> None:
+        return None
+
+
+class NumberPhase:
+    """The phase that computes a simulated prompt."""
+
+    decode = NumberDecode()
 
 
 class NumberRuntime:

@@ -1,4 +1,4 @@
-"""What steps take on this machine: measured, fitted, and held against sizes that no fit has seen; kept as JSON."""
+"""Profiles of this machine: step times, measured, fitted, and held against sizes that no fit has seen; kept as JSON."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from phasewise.errors import UserError, near
 from phasewise.plan.beside import Beside
 from phasewise.plan.fit import PATHS, Fitted, Line, Timed, errors, fit, path_of
 from phasewise.plan.fit import Path as Kind
+from phasewise.plan.profiler import Size, StepProfiler, halfway, medians, sizes, spared
 from phasewise.plan.serving import Serving
 from phasewise.plan.shape import Shape
-from phasewise.plan.stand import Size, Stand, halfway, medians, sizes, spared
 from phasewise.version import __version__
 
 VERSION = 1  # of the file
@@ -48,7 +48,7 @@ QUICK = Grid((16, 64, 256), (1, 4, 16), (0, 512), 1)
 
 @dataclass(frozen=True)
 class Held:
-    """How far the fit of a path was off, where it had seen nothing."""
+    """The error of a path's fit at sizes that it has not seen."""
 
     steps: int
     median: float
@@ -70,7 +70,7 @@ class Measured:
     lines: Mapping[Kind, Line]
     held_out: Mapping[Kind, Held]
     row_bytes: int  # KV of a token
-    beside: Beside = field(default_factory=dict)  # of a neighbour with as many threads
+    beside: Beside = field(default_factory=dict)  # of a busy with as many threads
     shared: Beside = field(default_factory=dict)  # one of the two has all cores, the other a single one of them
 
     @property
@@ -91,7 +91,7 @@ class Profile:
     phasewise: str = __version__
 
     def of(self, recipe: str = "", threads: int | None = None) -> Measured:
-        """What was measured of a recipe, with so many threads (None: as many as there were). Raises UserError."""
+        """Returns a recipe's measurements with so many threads (None: as many as there were). Raises UserError."""
         there = [one for one in self.measured if one.recipe == recipe]
         if not there:
             known = [one.recipe or "default" for one in self.measured]
@@ -106,7 +106,7 @@ class Profile:
         return found[0]
 
     def check(self, cpu: str, hash: str | None) -> list[str]:
-        """What does not fit this machine or this model, in words; nothing where all does."""
+        """Returns a sentence for each mismatch with this machine or this model."""
         found = []
         if self.machine.get("cpu") != cpu:
             found.append(f"the profile was taken on {self.machine.get('cpu')!r}, and this machine is {cpu!r}")
@@ -151,9 +151,9 @@ def _measured(plain: Mapping[str, Any]) -> Measured:
 
 @dataclass
 class Measuring:
-    """Runs a grid on a stand, half of it to fit lines to and the other half to hold them against."""
+    """Runs a grid on a profiler, half of it to fit lines to and the other half to hold them against."""
 
-    stand: Stand
+    profiler: StepProfiler
     grid: Grid
     seen: list[Timed] = field(default_factory=list)
     unseen: list[Timed] = field(default_factory=list)
@@ -166,18 +166,18 @@ class Measuring:
         """
         seen, unseen = list(self._sizes(self.grid.seen())), list(self._sizes(self.grid.held_out()))
         every = sorted({*seen, *unseen}, key=lambda size: (size.context, size.decode, size.prefill))
-        self.stand.check(every)
+        self.profiler.check(every)
         runs: dict[Size, list[list[Timed]]] = {size: [] for size in every}
         for _ in range(self.grid.rounds):
             for size in every:
-                runs[size].append(self.stand.run(size))
+                runs[size].append(self.profiler.run(size))
                 tell()
-        self.stand.leave()
+        self.profiler.leave()
         for where, kept in ((self.seen, seen), (self.unseen, [size for size in unseen if size not in {*seen}])):
             where += [timed for size in kept for timed in medians(runs[size])]
 
     def _sizes(self, every: Sequence[Size]) -> Iterator[Size]:
-        return iter(dict.fromkeys(spared(size, self.stand.engine) for size in every))
+        return iter(dict.fromkeys(spared(size, self.profiler.engine) for size in every))
 
     def lines(self) -> tuple[dict[Kind, Line], dict[Kind, Held]]:
         """A line per path, and how far it is off on the sizes held out."""

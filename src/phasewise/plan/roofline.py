@@ -37,17 +37,17 @@ class Roofline:
 
     @property
     def _weight_bytes(self) -> float:
-        """Of one device."""
+        """Bytes of weights on one device."""
         return self.part.weight_bytes / self.stages
 
     @cached_property
     def part(self) -> Shape:
-        """What each device computes, or would, had it all the layers."""
+        """The part of the model that each device computes, as if it had all the layers."""
         return self.shape.split(self.ways)
 
     @property
     def kv_bytes(self) -> float:
-        """What is left for KV, of all devices together."""
+        """KV memory of all devices together, bytes."""
         one = self.device.kv_memory or self.device.memory - self._weight_bytes
         return one * self.ways * self.stages
 

@@ -48,7 +48,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Space:
-    """What is tried: every combination whose server has no more than `devices` devices."""
+    """The search space: every combination whose server has no more than `devices` devices."""
 
     devices: int
     places: Sequence[str]
@@ -93,7 +93,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class Question:
-    """What a choice is judged by."""
+    """The load, targets and costs by which a choice is judged."""
 
     load: Load
     slo: SLO
@@ -109,7 +109,7 @@ class Question:
         return made.scenario(self.source(choice), replicas, (), self.load.seed)
 
     def devices(self, choice: Choice) -> int:
-        """That such a server takes."""
+        """The number of devices that such a server takes."""
         if self.source(choice).machine:
             return 1
         policy = self.scenario(choice).policy()
@@ -207,7 +207,7 @@ def runner_up(found: Sequence[Tried]) -> Tried | None:
 
 @dataclass(frozen=True)
 class Assumption:
-    """What may be otherwise, and the question then."""
+    """A changed assumption, and the question under it."""
 
     name: str
     question: Question
@@ -229,8 +229,8 @@ def _again(one: Tried, question: Question) -> float:
 
 
 def replicas(winner: Tried, devices: int, rate: float | None) -> int:
-    """How many of such servers: as many as a rate needs, or as devices there are. Raises UserError where these are too
-    few."""
+    """Returns the number of such servers: as many as a rate needs, or as devices there are. Raises UserError where
+    there are too few devices."""
     most = devices // winner.devices
     if rate is None:
         return most

@@ -55,7 +55,7 @@ class SimulatedRequest:
         return self.tokens
 
     def header(self) -> dict[str, Any]:
-        """What a simulated worker needs to compute it: the numbers of the request itself."""
+        """Returns what a simulated worker needs to compute it: the numbers of the request itself."""
         return {"id": self.id, "source": self}
 
     def emit(self, tokens: Sequence[int], eos: Sequence[int], now: float) -> int:
@@ -162,7 +162,7 @@ class SimulatedSequence:
         return self.prompt_len + self.new
 
     def begin(self, computed: int) -> None:
-        """So much of it is there: it waits, starts anew, or has found a prefix."""
+        """Start with so many rows computed: none, or those of a cached prefix."""
         self.computed = computed
         self.prefilling = computed < self.prompt_len
         self.rows = (self.prompt_len if self.prefilling else self.known) - computed

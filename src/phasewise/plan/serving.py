@@ -1,4 +1,4 @@
-"""What a server adds to its engine's steps: measured over HTTP, on requests of a few fixed sizes."""
+"""The overhead of a server over its engine's steps, measured over HTTP on requests of a few fixed sizes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Ask = Callable[[Sequence[Shot]], Sequence[Served]]  # requests at their times ->
 
 @dataclass(frozen=True)
 class Serving:
-    """What a server's own work takes. Server and clients want the same cores as the model's steps, so what they do
+    """The overhead of a server. Server and clients want the same cores as the model's steps, so what they do
     for each token and each request delays all that is being decoded. `lag`: seconds of a request outside of any step,
     on its way in and out. `step`, `token`, `request`: seconds that a step with decodes takes longer than in an engine
     alone, whatever it computes, for each token that comes of it, and for each prompt that is done with it. `beside`:
@@ -72,7 +72,7 @@ class Asking:
         return replace(found, beside=self._slower(streams, found))
 
     def _slower(self, streams: int, known: Serving) -> Beside:
-        """How many times as long a prompt takes while another worker decodes, and a step of decodes meanwhile."""
+        """Returns how much longer a prompt takes while another worker decodes, and a step of decodes meanwhile."""
         rows = PROMPTS[-1]
         both = [self._both(streams, rows) for _ in range(ROUNDS)]
         prefill = (statistics.median(ttft for ttft, _ in both) - known.lag) / self.cost.seconds(prompt(rows))
@@ -81,13 +81,13 @@ class Asking:
         return {"prefill": {"decode": max(1.0, prefill)}, "decode": {"prefill": max(1.0, decode)}}
 
     def _ttft(self, rows: int) -> float:
-        """Of prompts that come one after the other, each when the one before is long done."""
+        """Returns the median TTFT of prompts that come one after the other, each alone."""
         gap = 0.05 + 3 * self.cost.seconds(prompt(rows))
         served = self.ask([Shot(gap * i, self.prompts(rows), 1) for i in range(EACH)])
         return statistics.median(one.trace.ttft or 0.0 for one in served)
 
     def _alone(self, streams: int) -> float:
-        """What a step of such streams takes without a server."""
+        """Returns the seconds of a step of such streams without a server."""
         return self.cost.seconds(decodes(streams, SHORT + NEW / 2))
 
     def _tpot(self, streams: int) -> float:

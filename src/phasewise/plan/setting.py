@@ -1,4 +1,4 @@
-"""From names and numbers to a scenario: where costs come from, which methods decide, memory and links."""
+"""Settings of a simulated server, from which a scenario is made: costs, methods, memory and links."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from phasewise.plan.beside import Beside, both, over
 from phasewise.plan.cost import Cost
 from phasewise.plan.device import device
 from phasewise.plan.drafts import NONE, Drafts
+from phasewise.plan.gpu_tables import PREFIX, Place, TableCost, table_cost
 from phasewise.plan.link import LOCAL, Link
 from phasewise.plan.profile import Profile
 from phasewise.plan.roofline import Roofline
 from phasewise.plan.serving import Serving
 from phasewise.plan.shape import Shape
-from phasewise.plan.silicon import PREFIX, Place, Silicon, silicon
 from phasewise.plan.simulate import Scenario
 from phasewise.plan.simulated_cluster import ClusterLayout
 from phasewise.plan.simulated_engine import EngineSettings
@@ -29,7 +29,7 @@ from phasewise.verbs.schedule import Scheduler
 
 @dataclass(frozen=True)
 class Source:
-    """Where costs come from. `cost`: of a role with so many threads; `kv_bytes`: what a role's worker has for KV, None
+    """A source of costs. `cost`: of a role with so many threads; `kv_bytes`: what a role's worker has for KV, None
     where that is the user's to say; `beside`: how workers of so many threads slow each other down, `shared`: on the
     same cores; `served`: what a server adds, by whether it has workers; `machine`: all workers of a server share one
     device, a machine's cores; `stages`: in which a worker's steps follow each other through the layers."""
@@ -63,16 +63,16 @@ def measured(profile: Profile, recipe: str = "") -> Source:
 def known(devices: Mapping[str, str], ways: int, shape: Shape, stages: int = 1) -> Source:
     """Devices by their files, or measured, by role; "" stands for all roles that are not named. Raises UserError."""
 
-    def priced(name: str) -> Roofline | Silicon:
+    def priced(name: str) -> Roofline | TableCost:
         if not name.startswith(PREFIX):
             return Roofline(device(name), shape, ways, stages)
         if stages > 1:
             raise UserError(f"stages={stages}: {PREFIX} has no steps in stages; take a device file, or one stage")
-        return silicon(Place.parse(name), shape, ways)
+        return table_cost(Place.parse(name), shape, ways)
 
     made = {role: priced(name) for role, name in devices.items()}
 
-    def of(role: str) -> Roofline | Silicon:
+    def of(role: str) -> Roofline | TableCost:
         found = made.get(role, made.get(""))
         if found is None:
             raise UserError(f"no device is given for {role} workers: add {role}=DEVICE, or name one for all")

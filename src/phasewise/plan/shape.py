@@ -31,7 +31,7 @@ class Shape:
 
     @classmethod
     def of(cls, config: ModelConfig, width: float = 2.0, kv_width: float = 2.0) -> Shape:
-        """Where some layers are mixtures and others are not, all are taken to be as most of them are."""
+        """Read a model's shape. Where only some layers are mixtures, all are taken to be as most are."""
         mixtures = [moe for moe in config.moe if moe is not None]
         moe = mixtures[0] if 2 * len(mixtures) > config.layers else None
         return cls(
@@ -56,7 +56,7 @@ class Shape:
 
     @property
     def weight_bytes(self) -> float:
-        """Of all parameters, the embeddings once; norms and biases are too few to count."""
+        """Bytes of all parameters, the embeddings once; norms and biases are too few to count."""
         return (self.attention_weights + max(1, self.experts) * self.expert_weights + self.head_weights) * self.width
 
     @cached_property
@@ -71,7 +71,7 @@ class Shape:
         return self.experts * (1 - (1 - self.chosen / self.experts) ** rows)
 
     def split(self, ways: int) -> Shape:
-        """What each of `ways` devices computes of every layer (tensor parallelism). Raises UserError."""
+        """Returns each device's part of every layer among `ways` (tensor parallelism). Raises UserError."""
         if ways < 1 or self.heads % ways or self.kv_heads % ways or self.intermediate % ways:
             raise UserError(
                 f"ways={ways} does not divide {self.heads} heads, {self.kv_heads} KV heads and {self.intermediate} "

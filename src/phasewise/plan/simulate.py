@@ -38,13 +38,13 @@ class Scenario:
     lag: float = 0.0
 
     def policy(self) -> Policy | None:
-        """What the router of one cluster asks; None if all runs in one engine."""
+        """Returns the policy of one cluster's router; None if all runs in one engine."""
         return self.placing.policy(0.0, self.cores)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a load. `seconds`: until the last request left; `workers`: how many there are."""
+    """The outcome of a load. `seconds`: until the last request left; `workers`: the number of workers."""
 
     jobs: Sequence[SimulatedRequest]
     clusters: Sequence[SimulatedCluster]
@@ -55,7 +55,7 @@ class Outcome:
         return sum(len(cluster.workers) for cluster in self.clusters)
 
     def share(self, slo: SLO) -> float:
-        """Of the requests, those that came in full and within the targets."""
+        """Returns the share of requests that finished within the targets."""
         return sum(job.meets(slo) for job in self.jobs) / len(self.jobs)
 
     def numbers(self, slo: SLO | None = None) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class Outcome:
 
 
 def _known(spent: Sequence[float]) -> float | None:
-    """What all have spent; None where it is not known of somebody."""
+    """Returns the sum of what all have spent; None where it is unknown for one of them."""
     return sum(spent) if spent and all(spent) else None
 
 

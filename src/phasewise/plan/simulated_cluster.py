@@ -40,7 +40,7 @@ GLANCES = 10  # times that the router looks round within the time that it waits 
 
 @dataclass(frozen=True)
 class ClusterLayout:
-    """What a cluster is made of. `cost` is that of a role with so many threads (None: all there are), `budget` the
+    """The parts of a cluster. `cost` is that of a role with so many threads (None: all there are), `budget` the
     bytes of KV of a worker; `revive`: seconds until a dead worker's successor is there; `beside`: how workers of so
     many threads slow each other down, `shared`: on the same cores; `served`: what a server adds to steps."""
 
@@ -180,7 +180,7 @@ class Front:
 
 
 class SimulatedPlan:
-    """What a placement builds from, in virtual time (`verbs.place.Plan`)."""
+    """The plan that a placement builds from, in virtual time (`verbs.place.Plan`)."""
 
     def __init__(
         self, specs: Sequence[WorkerSpec], cores: Sequence[int], launcher: SimulatedLauncher, layout: ClusterLayout
@@ -233,7 +233,7 @@ class SimulatedCluster:
 
     @property
     def engines(self) -> list[SimulatedEngine]:
-        """Of all workers that ever were."""
+        """The engines of all workers, the dead included."""
         return [worker.engine for worker in (*self.launcher.retired, *self.launcher.workers)]
 
     def run(self) -> None:
@@ -291,7 +291,7 @@ class SimulatedCluster:
                 self.over(request)
 
     def _hear(self, worker: SimulatedWorker) -> None:
-        """What the engine of a placement without a router says goes to those who asked."""
+        """Give the tokens of a placement without a router to those who asked."""
         for event in worker.heard():
             if event["event"] == "progress":
                 request = self._requests[event["id"]]

@@ -27,7 +27,7 @@ TURNS = 2.0  # two who share a core take turns; a worker's threads wait for each
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What the engines of all workers have in common. `schedule` makes a scheduler for one; `layers`: of the model;
+    """The settings that all workers' engines share. `schedule` makes a scheduler for one; `layers`: of the model;
     `stages`: of each worker, as many steps of which may be under way, each with requests of its own."""
 
     schedule: Callable[[], Scheduler]
@@ -119,7 +119,7 @@ class SimulatedEngine:
         self.queues.drop(cast(Any, job))
         job.release()
 
-    def stay(self, job: SimulatedSequence) -> None:
+    def keep_local(self, job: SimulatedSequence) -> None:
         """Nobody will take over a request: it goes on here, if this engine can."""
         job.departs = False
         if job in self.departed and not self.departs:
@@ -170,7 +170,7 @@ class SimulatedEngine:
         return self._through(now, seconds / self.settings.stages)
 
     def _live(self) -> list[SimulatedSequence]:
-        """Who may join another step: nobody twice, and no more than leaves as many for each stage."""
+        """Returns the requests that may join another step: none twice, and as many for each stage."""
         busy = {id(work.job) for step in self.under_way for work in step.works}
         most = -(-len(self.running) // self.settings.stages)
         return [job for job in self.running if id(job) not in busy][:most]

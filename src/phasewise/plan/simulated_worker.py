@@ -186,7 +186,7 @@ class SimulatedWorker:
             self._let_go(name, attempt)
         job = self.jobs.get(name)
         if job is not None and job.attempt == attempt:
-            self.engine.stay(job)
+            self.engine.keep_local(job)
 
     def _cancel(self, command: Message) -> None:
         self._drop(command["id"], command["attempt"])

@@ -44,7 +44,7 @@ class Candidate:
         return next((loss for loss in self.losses if loss.low > limit), None)
 
     def allowed(self, limit: float) -> bool:
-        """Whether no row's interval crosses the limit."""
+        """No row's interval crosses the limit."""
         return not self.lossy or (bool(self.losses) and self.loss <= limit)
 
 
@@ -181,7 +181,7 @@ def _timed(one: Candidate, trials: Sequence[Trial]) -> None:
 
 
 def ranked(found: Sequence[Candidate], limit: float) -> list[Candidate]:
-    """Those that are allowed first, the fastest before others; one that is not certainly faster than the default comes
+    """Order the allowed first, the fastest before others; one that is not certainly faster than the default comes
     after it."""
 
     def key(one: Candidate) -> tuple[bool, bool, float]:

@@ -1,4 +1,4 @@
-"""Whether a plan still fits what is served: what it assumed, held against windows of a server's `/metrics`
+"""Replanning: a plan's assumptions, held against windows of a server's `/metrics`
 (DistServe's replanning, arXiv 2401.09670)."""
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ COUNTS = {"came": "phasewise_requests_accepted_total", "prompt": "phasewise_prom
 
 @dataclass(frozen=True)
 class Assumed:
-    """What a plan counts on of each of its servers. `rate`: requests/s that come, None where none was named; `carried`:
-    the most it was found to serve in time; `prompt`, `new`: mean tokens; targets in seconds."""
+    """A plan's assumptions about each of its servers. `rate`: requests/s that come, None where none was named;
+    `carried`: the most it was found to serve in time; `prompt`, `new`: mean tokens; targets in seconds."""
 
     choice: Choice
     rate: float | None
@@ -58,7 +58,7 @@ class Assumed:
 
 @dataclass(frozen=True)
 class Window:
-    """What was seen of a server for a while. `share`: of the requests, those within each target, as the histograms tell
+    """A server's traffic over some time. `share`: of the requests, those within each target, as the histograms tell
     it: in a straight line within a bucket."""
 
     seconds: float
@@ -90,8 +90,8 @@ def read(url: str) -> Counter[str]:
 
 
 def window(before: Counter[str], after: Counter[str], seconds: float, assumed: Assumed) -> Window | None:
-    """What came between two readings; None if too few requests left to tell. A server that started anew in between
-    counts from its start."""
+    """Returns the traffic between two readings; None if too few requests left to tell. A server that started anew in
+    between counts from its start."""
     if after[COUNTS["came"]] < before[COUNTS["came"]]:
         before = Counter()
     seen = {name: after[key] - before[key] for name, key in COUNTS.items()}
@@ -119,7 +119,7 @@ def _below(edges: list[tuple[float, int]], target: float) -> float:
 
 
 def misfits(assumed: Assumed, seen: Window, drift: float) -> list[str]:
-    """What is otherwise than the plan assumed, by more than a part `drift` of it; of shares in time, by that part of
+    """Returns what differs from the plan's assumptions by more than a part `drift`; of shares in time, by that part of
     those that may be late."""
     found = []
     if assumed.rate is not None and abs(seen.rate / assumed.rate - 1) > drift:

@@ -48,7 +48,7 @@ class Tables(Protocol):
 
 @dataclass(frozen=True)
 class Place:
-    """What was measured: a kind of GPU, under an engine of others, of some version ("": the package's own choice)."""
+    """A set of tables: a kind of GPU under another engine, of some version ("": the package's own choice)."""
 
     system: str
     backend: str
@@ -56,7 +56,7 @@ class Place:
 
     @classmethod
     def parse(cls, text: str) -> Place:
-        """From aiconfigurator:SYSTEM/BACKEND[/VERSION]. Raises UserError."""
+        """Parse aiconfigurator:SYSTEM/BACKEND[/VERSION]. Raises UserError."""
         parts = text.removeprefix(PREFIX).split("/")
         if not 2 <= len(parts) <= 3 or not all(parts):
             raise UserError(f"device {text!r}: write {PREFIX}SYSTEM/BACKEND or {PREFIX}SYSTEM/BACKEND/VERSION, "
@@ -68,7 +68,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Silicon:
+class TableCost:
     """A model on `ways` GPUs that share every layer; `price` is of all of them together. Tables are asked once for
     each size: rows as they are, contexts rounded to `BITS` bits. They say nothing of energy: joules are 0."""
 
@@ -86,7 +86,7 @@ class Silicon:
 
     @property
     def kv_bytes(self) -> float:
-        """What is left for KV, of all devices together."""
+        """KV memory of all devices together, bytes."""
         return self.tables.kv_tokens * self.shape.row_bytes
 
     def price(self, step: Step) -> Price:
@@ -108,7 +108,7 @@ class Silicon:
 
 
 def rounded(count: int) -> int:
-    """To `BITS` bits: a size that stands for its neighbours."""
+    """Round to `BITS` bits, so that one size stands for its neighbours."""
     unit = 1 << max(0, count.bit_length() - BITS)
     return (count + unit // 2) // unit * unit
 
@@ -126,7 +126,7 @@ def slices_of(step: Step) -> tuple[float, float, float]:
 
 
 # ---- the package
-def silicon(place: Place, shape: Shape, ways: int) -> Silicon:
+def table_cost(place: Place, shape: Shape, ways: int) -> TableCost:
     """Costs of a model's steps from measured tables. Raises UserError for what they do not have."""
     try:
         import aiconfigurator_core
@@ -137,7 +137,7 @@ def silicon(place: Place, shape: Shape, ways: int) -> Silicon:
         raise UserError(f"{place}: the tables are of 16-bit weights and KV, not of {8 * shape.width:g} and "
                         f"{8 * shape.kv_width:g} bits")  # fmt: skip
     known = PRICED.get(place.system)
-    return Silicon(Core(place, version, shape, ways), shape, ways, device(known).price if known else 0.0)
+    return TableCost(Core(place, version, shape, ways), shape, ways, device(known).price if known else 0.0)
 
 
 def check(place: Place, systems: Path) -> str:
@@ -230,14 +230,14 @@ class Core:
 
 
 def _parts(names: list[str]) -> tuple[list[int], list[int]]:
-    """Where all operations but attention are, and where attention is."""
+    """Returns the indices of all operations but attention, and those of attention."""
     attention = [i for i, name in enumerate(names) if name.endswith("_attention")]
     assert attention, f"no attention among {names}"
     return [i for i in range(len(names)) if i not in attention], attention
 
 
 def _kv_tokens(folder: str, place: Place, version: str, split: dict[str, Any]) -> int:
-    """For how many tokens an engine of that kind has memory, at its default share of it."""
+    """Returns the tokens that fit into the KV memory of such an engine, at its default share."""
     from aiconfigurator_core.sdk.backends.factory import get_backend
     from aiconfigurator_core.sdk.memory import estimate_kv_cache
 

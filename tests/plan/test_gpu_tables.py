@@ -14,9 +14,9 @@ import pytest
 from phasewise.cli import main
 from phasewise.errors import UserError
 from phasewise.plan.cost import Step
+from phasewise.plan.gpu_tables import BITS, Place, TableCost, described, rounded, slices_of, table_cost
 from phasewise.plan.setting import known
 from phasewise.plan.shape import Shape
-from phasewise.plan.silicon import BITS, Place, Silicon, described, rounded, silicon, slices_of
 
 from .test_cost import LLAMA_8B, decode, prompt
 
@@ -50,7 +50,7 @@ class Plain:
 
 
 def test_a_step_is_the_work_on_its_rows_and_the_attention_of_both_kinds() -> None:
-    cost = Silicon(Plain(), LLAMA_8B)
+    cost = TableCost(Plain(), LLAMA_8B)
     assert cost.seconds(decode(4, 32)) == pytest.approx(1.004 + 4 * 32e-6)
     assert cost.seconds(prompt(32)) == pytest.approx(1.532 + 32 * 33 / 2 * 1e-6)
     both = Step(32, 32 * 33 / 2, 32, 4, 128, emits=5)
@@ -61,10 +61,10 @@ def test_a_step_is_the_work_on_its_rows_and_the_attention_of_both_kinds() -> Non
 
 
 def test_money_is_of_all_devices_and_energy_is_said_to_be_unknown() -> None:
-    price = Silicon(Plain(), LLAMA_8B, ways=4, hourly=3.6).price(decode(1, 10))
+    price = TableCost(Plain(), LLAMA_8B, ways=4, hourly=3.6).price(decode(1, 10))
     assert price.money == pytest.approx(price.seconds * 4e-3)
     assert price.joules == 0.0
-    assert Silicon(Plain(), LLAMA_8B).kv_bytes == 1000 * LLAMA_8B.row_bytes
+    assert TableCost(Plain(), LLAMA_8B).kv_bytes == 1000 * LLAMA_8B.row_bytes
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_equal_slices_are_found_again_from_their_sums(slices: int, rows: int, be
 
 
 def test_parts_of_a_row_and_unequal_slices_have_a_price() -> None:
-    cost = Silicon(Plain(), LLAMA_8B)
+    cost = TableCost(Plain(), LLAMA_8B)
     part = Step(prefill_rows=100 * 0.3, pairs=5050 * 0.3, prefixes=30)  # type: ignore[arg-type]
     assert 0 < cost.seconds(part) < cost.seconds(prompt(100))
     long, short = prompt(400), prompt(100)
@@ -89,7 +89,7 @@ def test_contexts_are_rounded_by_a_part_that_is_known_and_asked_for_once() -> No
     assert all(abs(rounded(n) - n) <= n / 2**BITS for n in range(20_000))
     assert all(a <= b for a, b in pairwise(map(rounded, range(20_000))))
     tables = Plain()
-    cost = Silicon(tables, LLAMA_8B)
+    cost = TableCost(tables, LLAMA_8B)
     for context in range(1000, 2000):
         cost.seconds(decode(8, context))
     assert set(tables.asked.values()) == {1}
@@ -131,18 +131,18 @@ def test_other_devices_need_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_what_was_not_measured_is_named_with_what_is_near(place: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        silicon(Place.parse(f"aiconfigurator:{place}"), LLAMA_8B, 1)
+        table_cost(Place.parse(f"aiconfigurator:{place}"), LLAMA_8B, 1)
 
 
 @measured
 def test_a_model_that_does_not_fit_or_was_not_covered_is_refused() -> None:
     large = Shape(80, 8192, 64, 8, 128, 28672, 128256)
     with pytest.raises(UserError, match=r"ways=1: this model has no price there: no KV budget.*Try other ways"):
-        silicon(H100, large, 1)
+        table_cost(H100, large, 1)
     with pytest.raises(UserError, match="16-bit weights and KV, not of 8 and 16 bits"):
-        silicon(H100, Shape(32, 4096, 32, 8, 128, 14336, 128256, width=1.0), 1)
+        table_cost(H100, Shape(32, 4096, 32, 8, 128, 14336, 128256, width=1.0), 1)
     with pytest.raises(UserError, match="this model has no price there"):
-        silicon(H100, LLAMA_8B, 5)
+        table_cost(H100, LLAMA_8B, 5)
 
 
 @measured
@@ -155,7 +155,7 @@ def test_steps_cost_what_the_package_says_of_the_model_by_its_name(shape: Shape,
 
     split = {"moe_tp_size": ways} if shape.experts else {}
     theirs = EngineHandle.compile(name, "h100_sxm", "trtllm", tp_size=ways, **split)
-    cost = silicon(H100, shape, ways)
+    cost = table_cost(H100, shape, ways)
     for rows in (64, 1000, 4096):
         assert 1e3 * cost.seconds(prompt(rows)) == pytest.approx(theirs.predict_prefill_latency(1, rows), rel=1e-6)
         # a slice after others: the same attention, of rows whose number is rounded
@@ -177,7 +177,7 @@ def test_steps_cost_what_the_package_says_of_the_model_by_its_name(shape: Shape,
 def test_prices_are_positive_and_rise_with_rows_and_contexts(shape: Shape) -> None:
     """Kernels for more rows may be the faster ones: measured steps dip, by less than a part in ten."""
     for ways in (1, 2):
-        cost = silicon(H100, shape, ways)
+        cost = table_cost(H100, shape, ways)
         series = [
             [cost.seconds(prompt(rows)) for rows in (1, 16, 64, 256, 1024, 4096)],
             [cost.seconds(decode(batch, 1000)) for batch in (1, 4, 16, 64, 256)],
@@ -193,7 +193,7 @@ def test_prices_are_positive_and_rise_with_rows_and_contexts(shape: Shape) -> No
 
 @measured
 def test_more_devices_are_faster_hold_more_and_cost_more() -> None:
-    costs = [silicon(H100, LLAMA_8B, ways) for ways in (1, 2, 4)]
+    costs = [table_cost(H100, LLAMA_8B, ways) for ways in (1, 2, 4)]
     times = [cost.seconds(decode(64, 1000)) for cost in costs]
     assert times[0] > times[1] > times[2]
     assert [cost.kv_bytes for cost in costs] == sorted(cost.kv_bytes for cost in costs)
@@ -208,7 +208,7 @@ def test_a_shape_describes_the_model_that_it_was_read_from() -> None:
     for name in ("llama-3.1-8b", "llama-3.1-70b", "qwen3-30b-a3b"):
         shape = Shape.of(config_of(str(SHAPES / name)))
         assert described(shape)["num_hidden_layers"] == shape.layers
-        assert silicon(H100, shape, 4).seconds(decode(1, 100)) > 0
+        assert table_cost(H100, shape, 4).seconds(decode(1, 100)) > 0
 
 
 @measured

@@ -35,12 +35,12 @@ class Size:
 
     @property
     def steps(self) -> int:
-        """How many are measured."""
+        """The number of steps that are measured."""
         return LONG_STEPS if self.prefill >= LONG else STEPS
 
     @property
     def tokens(self) -> int:
-        """That a request of it needs room for."""
+        """Tokens that a request of this size needs room for."""
         return self.context + max(self.prefill, 1) * (self.steps + 1) + 2
 
 
@@ -53,8 +53,8 @@ def sizes(prefills: Sequence[int], decodes: Sequence[int], contexts: Sequence[in
     return found
 
 
-class Stand:
-    """An engine with nobody in it but who is measured. `clock` gives seconds."""
+class StepProfiler:
+    """Runs steps of chosen sizes on an otherwise idle engine and times them. `clock` gives seconds."""
 
     def __init__(
         self, engine: Engine, prompts: Prompts, recipe: str = "", clock: Callable[[], float] = time.perf_counter
@@ -81,7 +81,7 @@ class Stand:
         return medians([self.run(size) for _ in range(rounds)])
 
     def keep_at(self, size: Size, steps: int, told: Callable[[], object], enough: Callable[[], bool]) -> None:
-        """So many steps of about this size, or until it is `enough`; `told` hears of each."""
+        """Run so many steps of about this size, or until `enough`; `told` is called after each."""
         with self._set(size, steps):
             for _ in range(steps):
                 if enough():
@@ -144,7 +144,7 @@ class Stand:
         return Timed(_step(before), seconds)
 
     def _plan(self, rows: int) -> None:
-        """From now on a step has at most so many rows, decodes first."""
+        """Limit steps to so many rows from now on, decodes first."""
         self.engine.parts.schedule = catalog.build("schedule", f"{DEFAULTS['schedule']}:budget={rows}")
 
     def _add(self, prompt: Sequence[int], new: int) -> Request:
@@ -163,12 +163,12 @@ class Stand:
 
 
 def medians(runs: Sequence[Sequence[Timed]]) -> list[Timed]:
-    """Of several runs of the same steps."""
+    """Returns the median time of each step over several runs of the same steps."""
     return [Timed(same[0].step, statistics.median(one.seconds for one in same)) for same in zip(*runs, strict=True)]
 
 
 def _step(before: dict[Request, tuple[int, bool]]) -> Step:
-    """What a step has computed, from where its requests were before and are now."""
+    """Returns the work of a step, from where its requests were before and are now."""
     step = Step()
     for request, (computed, prefilling) in before.items():
         rows = request.computed - computed

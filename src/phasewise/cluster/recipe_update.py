@@ -1,4 +1,4 @@
-"""Recipes as plain data, for workers to learn while they run."""
+"""Recipe updates: recipes as plain data, which running workers take up."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 Recipes = Mapping[str, Mapping[str, Any]]  # by name, a method per verb
-Lesson = dict[str, dict[str, list[str]]]  # by recipe and verb, the verb that the method is of, and its text
+RecipeUpdate = dict[str, dict[str, list[str]]]  # by recipe and verb, the verb that the method is of, and its text
 
 
-def told(recipes: Recipes) -> Lesson:
-    """What `read` makes equal recipes of, elsewhere. Raises UserError for a method that has no text."""
-    lesson: Lesson = {}
+def told(recipes: Recipes) -> RecipeUpdate:
+    """Spell recipes as plain data, from which `read` builds equal ones elsewhere. Raises UserError for a method that
+    has no text."""
+    update: RecipeUpdate = {}
     for name, methods in recipes.items():
         homes = {verb: method.traits.verb for verb, method in methods.items()}
-        lesson[name] = {verb: [home, catalog.spell(home, methods[verb])] for verb, home in homes.items()}
-    if read(lesson) != recipes:
+        update[name] = {verb: [home, catalog.spell(home, methods[verb])] for verb, home in homes.items()}
+    if read(update) != recipes:
         raise UserError(f"recipes {', '.join(recipes)} have methods that cannot be written as text for the workers")
-    return lesson
+    return update
 
 
-def read(lesson: Lesson) -> dict[str, dict[str, Any]]:
+def read(update: RecipeUpdate) -> dict[str, dict[str, Any]]:
     """The recipes; a method that fills several verbs is one object, and so are a decode method's drafter and what
     stands for --draft. Raises UserError for a method that there is not here."""
     found = {}
-    for name, texts in lesson.items():
+    for name, texts in update.items():
         built = {(home, text): catalog.build(home, text) for home, text in texts.values()}
         methods = {verb: built[home, text] for verb, (home, text) in texts.items()}
         held = {verb: part for verb, part in catalog.filled(methods["decode"]).items() if verb in methods}
@@ -42,12 +43,12 @@ def read(lesson: Lesson) -> dict[str, dict[str, Any]]:
     return found
 
 
-def learn(engine: Engine, layouts: Layouts, lesson: Lesson) -> str:
-    """Have requests name these recipes as well. -> why they cannot, or nothing"""
+def learn(engine: Engine, layouts: Layouts, update: RecipeUpdate) -> str:
+    """Let requests name these recipes as well. Returns why they cannot, or an empty text."""
     try:
-        engine.learn(read(lesson))
+        engine.learn(read(update))
     except Exception as error:
-        log.warning("recipes %s cannot be learned: %s", ", ".join(lesson), error)
+        log.warning("recipes %s cannot be learned: %s", ", ".join(update), error)
         return str(error) or type(error).__name__
     layouts.follow(stores_of(engine))
     return ""

@@ -88,7 +88,7 @@ def test_what_a_worker_cannot_make_is_refused_by_its_name(placed: Router, monkey
     with pytest.raises(UserError, match=r"worker \S+-\d+: .*no/such"):
         placed.learn(bad)
     monkeypatch.undo()
-    assert "bad" not in placed._lesson
+    assert "bad" not in placed._recipe_update
     placed.learn({"good": parse({"draft": "prompt_lookup:k=3"})})
     assert run(placed, "good") == tiny.plain(PROMPTS, Params(24, ignore_eos=True))
 
@@ -108,5 +108,5 @@ def test_a_worker_that_dies_of_it_is_replaced_and_nothing_is_learned(
     with pytest.raises(UserError, match=f"worker {victim.name} has died"):
         placed.learn({"lost": parse(WINDOW)})
     monkeypatch.undo()
-    assert "lost" not in placed._lesson
+    assert "lost" not in placed._recipe_update
     assert run(placed, "") == tiny.plain(PROMPTS, Params(24, ignore_eos=True))

@@ -1,4 +1,4 @@
-"""Which worker has what a request left: whoever goes on from that KV starts there, where it can."""
+"""KV affinity: a request that goes on from the KV of a finished one starts at the worker that has it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from phasewise.request.request import Request
 REMEMBERED = 4096  # requests that have finished; KV mostly goes sooner
 
 
-class Keepers:
-    """As far as the router knows: KV may have made way since, and then the worker computes the prompt."""
+class KVAffinity:
+    """Workers by the finished requests whose KV they retain. The KV may have been evicted since; then the worker
+    computes the prompt."""
 
     def __init__(self) -> None:
         self._at: OrderedDict[str, WorkerHandle] = OrderedDict()
 
     def finished(self, request: Request, runtime: Runtime, handle: WorkerHandle) -> None:
-        """`runtime` computed its prompt."""
+        """Note that a request has finished at a worker; `runtime` computed its prompt."""
         if not runtime.traits.retains_kv:
             return
         self._at[request.id] = handle

@@ -19,18 +19,18 @@ from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
 from phasewise.plan.beside import Beside
 from phasewise.plan.fit import Path
-from phasewise.plan.stand import Size, Stand, spared
+from phasewise.plan.profiler import Size, StepProfiler, spared
 
 SIZES: Mapping[Path, Sequence[Size]] = {
     "prefill": (Size(64, 0, 64), Size(256, 0, 256)),
     "decode": (Size(0, 1, 256), Size(0, 8, 256)),
 }
-LONG = 256  # steps that a neighbour makes before it sets up new requests
-PATIENCE = 300.0  # seconds for a neighbour to load its model
+LONG = 256  # steps that a busy worker makes before it sets up new requests
+PATIENCE = 300.0  # seconds for a busy worker to load its model
 
 
 @dataclass(frozen=True)
-class Neighbour:
+class BusyWorker:
     """Another process with an engine of its own: model, dtype, methods and limits, its number of threads, and the cores
     that these may run on (None: all)."""
 
@@ -42,41 +42,42 @@ class Neighbour:
     cores: Sequence[int] | None = None
 
 
-def around(stand: Stand, like: Neighbour, rounds: int) -> tuple[Beside, Beside]:
-    """How much longer steps of a stand take beside a neighbour `like` itself, where there are cores for both; and
-    beside one that shares a core, where one of the two has all cores and the other a single one of them, as at the ends
-    of the scale along which a placement moves cores. Nothing where neither can be."""
+def around(profiler: StepProfiler, like: BusyWorker, rounds: int) -> tuple[Beside, Beside]:
+    """Measure how much longer steps take beside a busy worker `like` this, on cores of its own and on a shared core.
+
+    On a shared core one of the two has all cores, and the other a single one of them, as at the ends of the scale along
+    which a placement moves cores. Each table is empty where the machine has too few cores for it."""
     there, threads = cores_here(), like.threads
     beside: Beside = {}
     shared: Beside = {}
     if 2 * threads <= len(there):
-        beside = measure(stand, like, rounds)
+        beside = measure(profiler, like, rounds)
     if len(there) > 1 and threads == len(there):
-        shared = measure(stand, replace(like, threads=1, cores=there[-1:]), rounds)
+        shared = measure(profiler, replace(like, threads=1, cores=there[-1:]), rounds)
     elif len(there) > 1 and threads == 1:
-        shared = measure(stand, replace(like, threads=len(there)), rounds, there[-1:])
+        shared = measure(profiler, replace(like, threads=len(there)), rounds, there[-1:])
     return beside, shared
 
 
-def measure(stand: Stand, neighbour: Neighbour, rounds: int, cores: Sequence[int] | None = None) -> Beside:
+def measure(profiler: StepProfiler, busy: BusyWorker, rounds: int, cores: Sequence[int] | None = None) -> Beside:
     """Steps alone, and beside another process that runs steps of one kind without end: the median over sizes of the
     ratios. `cores`: those that the steps measured may run on meanwhile (None: all).
 
     Raises UserError if the process does not come up.
     """
-    alone = {mine: _seconds(stand, mine, rounds) for mine in SIZES}
+    alone = {mine: _seconds(profiler, mine, rounds) for mine in SIZES}
     found: dict[Path, dict[Path, float]] = {mine: {} for mine in SIZES}
     for theirs in SIZES:
-        with _busy(neighbour, theirs), _kept_on(cores):
-            beside = {mine: _seconds(stand, mine, rounds) for mine in SIZES}
+        with _busy(busy, theirs), _kept_on(cores):
+            beside = {mine: _seconds(profiler, mine, rounds) for mine in SIZES}
         for mine, seconds in beside.items():
             found[mine][theirs] = max(1.0, statistics.median(b / a for a, b in zip(alone[mine], seconds, strict=True)))
     return found
 
 
-def _seconds(stand: Stand, kind: Path, rounds: int) -> list[float]:
-    """Of each size's steps, in order."""
-    return [one.seconds for size in SIZES[kind] for one in stand.measure(spared(size, stand.engine), rounds)]
+def _seconds(profiler: StepProfiler, kind: Path, rounds: int) -> list[float]:
+    """Returns the seconds of each size's steps, in order."""
+    return [one.seconds for size in SIZES[kind] for one in profiler.measure(spared(size, profiler.engine), rounds)]
 
 
 @contextmanager
@@ -94,11 +95,11 @@ def _kept_on(cores: Sequence[int] | None) -> Iterator[None]:
 
 
 @contextmanager
-def _busy(neighbour: Neighbour, kind: Path) -> Iterator[None]:
+def _busy(busy: BusyWorker, kind: Path) -> Iterator[None]:
     """Another process computes steps of a kind meanwhile."""
     context = multiprocessing.get_context("spawn")
     ready, stop = context.Event(), context.Event()
-    process = context.Process(target=_work, args=(neighbour, kind, ready, stop), daemon=True)
+    process = context.Process(target=_work, args=(busy, kind, ready, stop), daemon=True)
     process.start()
     started = time.monotonic()
     try:
@@ -113,16 +114,16 @@ def _busy(neighbour: Neighbour, kind: Path) -> Iterator[None]:
         process.kill()
 
 
-def _work(neighbour: Neighbour, kind: Path, ready: Event, stop: Event) -> None:
+def _work(busy: BusyWorker, kind: Path, ready: Event, stop: Event) -> None:
     from phasewise.bench.drive import Bench
     from phasewise.bench.prompts import random_prompts
     from phasewise.engine.engine import Engine
 
-    run_on(neighbour.cores, neighbour.threads)
-    made = Bench.load(neighbour.model, neighbour.dtype)
-    engine = made.engine(dict(neighbour.verbs), neighbour.limits)
+    run_on(busy.cores, busy.threads)
+    made = Bench.load(busy.model, busy.dtype)
+    engine = made.engine(dict(busy.verbs), busy.limits)
     assert isinstance(engine, Engine)
-    stand = Stand(engine, random_prompts(made.model.config.vocab, 1))
+    profiler = StepProfiler(engine, random_prompts(made.model.config.vocab, 1))
     size = spared(SIZES[kind][-1], engine)
     room = made.model.config.max_positions - size.context - 16
     steps = min(LONG, room // max(1, size.prefill) - 1)
@@ -130,4 +131,4 @@ def _work(neighbour: Neighbour, kind: Path, ready: Event, stop: Event) -> None:
     assert parent is not None
     with torch.inference_mode():
         while not stop.is_set() and parent.is_alive():
-            stand.keep_at(size, steps, ready.set, stop.is_set)
+            profiler.keep_at(size, steps, ready.set, stop.is_set)
