@@ -29,6 +29,9 @@ PROMPT = 50
 class SomeRows:
     """Rows skip layers by their position and depth alone, the first and last layer excepted."""
 
+    def __str__(self) -> str:
+        return "some rows skip layers"
+
     def rows(self, layer: int, span: Span, x: Tensor) -> Tensor | None:
         if layer == 0:
             return None
