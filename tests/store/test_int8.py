@@ -11,7 +11,6 @@ from phasewise.engine.engine import Engine
 from phasewise.kv.buffer import KVShape, Raw, entry_bytes
 from phasewise.methods.store.int8 import Int8
 from phasewise.ops import native
-from phasewise.step import read
 from tests import oracle, tiny
 from tests.kv.harness import Walk, cuts
 
@@ -98,7 +97,7 @@ def test_prompts_are_read_without_decoding_them(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(type(CODEC), "decode", lambda *args: calls.append(0) or DECODE(*args))
     got = [Walk(tiny.model(), tokens, codec=CODEC).feed(tokens)]
     assert not calls
-    monkeypatch.setattr(read, "scaled", lambda codec: False)
+    monkeypatch.setattr(type(CODEC), "scaled", False)
     got.append(Walk(tiny.model(), tokens, codec=CODEC).feed(tokens))
     assert calls and torch.equal(*got)
 

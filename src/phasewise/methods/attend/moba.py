@@ -55,7 +55,7 @@ class MoBA(Method):
     def _plan(self) -> AttentionPlan:
         most = self.block * self.blocks
         return AttentionPlan(
-            TopK(BlockMeans(self.block), most, most + 1, unit=self.block, units=self.blocks - 1,
+            TopK(BlockGate(self.block), most, most + 1, unit=self.block, units=self.blocks - 1,
                  dense_layers=self.dense_layers)
         )  # fmt: skip
 
@@ -69,7 +69,7 @@ class MoBA(Method):
         return end // self.block * shape.heads * (shape.dim * shape.dtype.itemsize + 16)
 
 
-class BlockMeans:
+class BlockGate:
     """Scores a block by the product of the query and the mean of its keys."""
 
     def __init__(self, block: int) -> None:
