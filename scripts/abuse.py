@@ -28,7 +28,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from phasewise.bench import machine, report
-from phasewise.bench.latency import Served, percentile
+from phasewise.bench.latency import ServedRequest, percentile
 from phasewise.bench.load import measure
 from phasewise.bench.server import serving
 from phasewise.bench.workloads import Shot
@@ -217,7 +217,7 @@ def judged(url: str, names: Sequence[str], given: argparse.Namespace) -> int:
     return int(wrong or left > 0)
 
 
-def felt(served: Sequence[Served]) -> dict[str, float]:
+def felt(served: Sequence[ServedRequest]) -> dict[str, float]:
     """p99 of TTFT and of the gaps between tokens, seconds."""
     good = [one for one in served if one.error is None]
     ttft = percentile([t for one in good if (t := one.trace.ttft) is not None], 0.99)

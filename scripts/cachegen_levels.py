@@ -149,7 +149,7 @@ def accuracies(llm: LLM, store: str, asked: argparse.Namespace) -> list[quality.
         return llm.tokenizer.encode(text, add_special=False)
 
     begin = llm.tokenizer.encode("")
-    text = quality.Text(encode, llm.tokenizer.decode, lambda messages: llm.encode_chat(messages), begin)
+    text = quality.TextCodec(encode, llm.tokenizer.decode, lambda messages: llm.encode_chat(messages), begin)
     return quality.evaluate(generate, no_loss, text, tasks=TASKS, examples=asked.examples, seed=asked.seed)
 
 

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from phasewise.bench import figures, front, worth
-from phasewise.bench.figures import Bar
-from phasewise.bench.front import Point
+from phasewise.bench.figures import BarRow
+from phasewise.bench.front import FrontPoint
 from phasewise.bench.rounds import Ratio
 from phasewise.bench.stats import Difference
 
@@ -53,12 +53,12 @@ def peers() -> None:
     found = [(number(row[column]), row["peer"]) for row in rows("results/performance.md", "**M, all of them**")
              if row["peer"] in NAMES]  # fmt: skip
     drawn = [
-        Bar(NAMES[peer], speed, f"{speed:.0f}", peer.startswith("phasewise")) for speed, peer in sorted(found)[::-1]
+        BarRow(NAMES[peer], speed, f"{speed:.0f}", peer.startswith("phasewise")) for speed, peer in sorted(found)[::-1]
     ]
     figures.bars(IMAGES / "peers.svg", drawn, "Tokens per second, eight requests at once, two cores")
 
 
-class Read(Point):
+class Read(FrontPoint):
     """A point whose difference to dense is that of a table."""
 
     @property
@@ -68,7 +68,7 @@ class Read(Point):
 
 
 def kv(cost: str, column: str) -> None:
-    some: list[Point] = []
+    some: list[FrontPoint] = []
     for row in rows("results/kv.md", "<!-- kv pocket:begin -->", "later@1k: right answers", "\n"):
         if row["system"] != "dense" and row[column] != "-":
             mean, low, high = (float(each) / 100 for each in re.findall(r"[-+][\d.]+", row["less dense"]))
@@ -92,7 +92,7 @@ def goodput() -> None:
     drawn = []
     for row in rows("phases.md", "The first 24 requests of the Azure conversation trace"):
         name = row["requests/s"].removeprefix("schedule ").removeprefix("place ")
-        drawn.append(Bar(name, number(row["medium"]), row["medium"], row["requests/s"].startswith("place")))
+        drawn.append(BarRow(name, number(row["medium"]), row["medium"], row["requests/s"].startswith("place")))
     drawn.sort(key=lambda bar: -bar.value)
     title = "Requests/s of which 90 % meet TTFT 2 s and TPOT 150 ms (blue: a core per worker)"
     figures.bars(IMAGES / "goodput.svg", drawn, title)

@@ -29,7 +29,7 @@ from phasewise.bench.judge import Judge
 from phasewise.bench.quality import PERCENT
 from phasewise.bench.rows import index
 from phasewise.bench.rows.agreement import AGREEMENT, WHOLE
-from phasewise.bench.settings import DEFAULT, Setting
+from phasewise.bench.settings import DEFAULT, BenchSetting
 from phasewise.cli.progress import counting
 from phasewise.errors import UserError
 from phasewise.llm import LLM
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError("--quick shows only that everything runs: leave --page out")
     named = asked.tasks.split(",") if asked.tasks else []
     index.known(named, asked.prompts)
-    settings = {DEFAULT: Setting(DEFAULT)} | {text: Setting.parse(text) for text in asked.settings.split(";")}
+    settings = {DEFAULT: BenchSetting(DEFAULT)} | {text: BenchSetting.parse(text) for text in asked.settings.split(";")}
     lines = read(asked.out)
     about = {"commit": commit(), "machine": machine.describe(), "command": command(argv)}
     for model in () if asked.show else asked.models.split(","):
@@ -94,7 +94,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return asked
 
 
-def measured(model: str, settings: dict[str, Setting], asked: argparse.Namespace, have: set[Key]) -> Iterator[Line]:
+def measured(
+    model: str, settings: dict[str, BenchSetting], asked: argparse.Namespace, have: set[Key]
+) -> Iterator[Line]:
     """A line for every row that is not there yet; one that is refused says why."""
     llm = LLM(model)
     tasks = suited(llm, asked)

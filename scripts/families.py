@@ -27,7 +27,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from phasewise.bench import machine, report
 from phasewise.bench.compare import OURS, Compare
-from phasewise.bench.contender import Job, Test
+from phasewise.bench.contender import RoundWork, Test
 from phasewise.bench.rounds import median, ratio
 from phasewise.cli.progress import counting
 from phasewise.errors import UserError, near
@@ -106,7 +106,7 @@ def measured(name: str, asked: Asked) -> Iterator[dict[str, Any]]:
     """Results of all contenders in all rounds, and what the shape has."""
     model = checkpoint(name, asked.work)
     about = json.loads((model / "about.json").read_text()) | {"machine": machine.describe()}
-    job = Job("", str(model), asked.tests, "bfloat16", new=64)
+    job = RoundWork("", str(model), asked.tests, "bfloat16", new=64)
     file = converted(model, asked.llama) if asked.llama else None
     compare = Compare(job, ("transformers",))
     with counting(name, asked.rounds * 2) as tell:
@@ -190,7 +190,7 @@ def converted(model: Path, llama: Path) -> Path | None:
     return file
 
 
-def batched(llama: Path, file: Path, job: Job, number: int) -> Iterator[dict[str, Any]]:
+def batched(llama: Path, file: Path, job: RoundWork, number: int) -> Iterator[dict[str, Any]]:
     """llama-batched-bench: the library alone, no sampling and no server."""
     program = llama / "build" / "bin" / "llama-batched-bench"
     threads = str(machine.cores())

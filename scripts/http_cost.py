@@ -20,14 +20,14 @@ from contextlib import ExitStack
 from random import Random
 
 from phasewise.bench.drive import Bench, drive
-from phasewise.bench.latency import Served
+from phasewise.bench.latency import ServedRequest
 from phasewise.bench.load import measure
 from phasewise.bench.server import serving
 from phasewise.bench.workloads import Shot
 from phasewise.engine.limits import Limits
 
 PROMPT = 128
-Run = Callable[[Sequence[Shot]], tuple[list[Served], float]]
+Run = Callable[[Sequence[Shot]], tuple[list[ServedRequest], float]]
 Figures = dict[str, dict[str, list[float]]]  # {row: {contender: a figure a round}}
 
 
@@ -39,14 +39,14 @@ def shots(rng: Random, count: int, new: int | None) -> list[Shot]:
     return [Shot(0.0, [rng.randrange(5, 30000) for _ in range(prompt)], answer) for prompt, answer in sizes]
 
 
-def checked(served: list[Served], who: str) -> list[Served]:
+def checked(served: list[ServedRequest], who: str) -> list[ServedRequest]:
     for one in served:
         if one.error is not None:
             raise SystemExit(f"error: {who}: {one.error}")
     return served
 
 
-def per_token(served: Sequence[Served]) -> float:
+def per_token(served: Sequence[ServedRequest]) -> float:
     """The median time between two tokens of an answer, in seconds: prompts that share a step are no decoding."""
     return statistics.median(gap for one in served for gap in one.trace.itl)
 
@@ -97,12 +97,12 @@ def main() -> None:
     engine = Bench.load(args.model, args.dtype).engine({}, limits)
     served = ["--model", args.model, "--dtype", args.dtype, "--no-prefix-cache", *(args.options or ["--draft", "none"])]
 
-    def inside(asked: Sequence[Shot]) -> tuple[list[Served], float]:
+    def inside(asked: Sequence[Shot]) -> tuple[list[ServedRequest], float]:
         run = drive(engine, asked)
         return run.served, run.seconds
 
     def at(url: str) -> Run:
-        def over(asked: Sequence[Shot]) -> tuple[list[Served], float]:
+        def over(asked: Sequence[Shot]) -> tuple[list[ServedRequest], float]:
             result = measure(url, asked, lambda done: None)
             return result.served, result.seconds
 

@@ -22,7 +22,7 @@ from phasewise.bench import machine, report
 from phasewise.bench.drive import Bench
 from phasewise.bench.prompts import random_prompts
 from phasewise.bench.rounds import median, order, ratio
-from phasewise.bench.settings import DEFAULT, Setting
+from phasewise.bench.settings import DEFAULT, BenchSetting
 from phasewise.engine.limits import Limits
 from phasewise.request.params import Params
 from phasewise.request.request import Request
@@ -32,7 +32,7 @@ HEADER = ["setting", "prompt", "ms", "times the default"]
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("settings", nargs="+", type=Setting.parse, metavar="VERB=METHOD")
+    parser.add_argument("settings", nargs="+", type=BenchSetting.parse, metavar="VERB=METHOD")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tokens", default="500,2000", help="lengths of prompts")
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     asked = parser.parse_args(argv)
     bench = Bench.load(asked.model, asked.dtype)
     prompts = random_prompts(bench.model.config.vocab, 0)
-    settings = [Setting(DEFAULT), *asked.settings]
+    settings = [BenchSetting(DEFAULT), *asked.settings]
     engines = {one.name: bench.engine(one.verbs, Limits(prefix_cache=False)) for one in settings}
     body = []
     for tokens in map(int, asked.tokens.split(",")):

@@ -21,7 +21,7 @@ from phasewise.bench import report
 from phasewise.bench.drive import Bench
 from phasewise.bench.prompts import random_prompts
 from phasewise.bench.savers import DENSE, PROMPTS_FIRST, WORK, contenders
-from phasewise.bench.settings import Setting
+from phasewise.bench.settings import BenchSetting
 from phasewise.cli.progress import counting
 from phasewise.engine.engine import Engine
 from phasewise.engine.limits import Limits
@@ -33,7 +33,7 @@ HEADER = ["setting", "decode at once", "times dense", "preempted"]
 OFFERED = 5  # times as many as the budget holds of dense ones
 
 
-def engine_of(bench: Bench, setting: Setting, budget: int, most: int) -> Engine:
+def engine_of(bench: Bench, setting: BenchSetting, budget: int, most: int) -> Engine:
     limits = Limits(kv_bytes=budget, max_running=most, prefix_cache=False)
     found = bench.engine({**PROMPTS_FIRST, **setting.verbs}, limits)
     assert isinstance(found, Engine), "settings of one engine"
@@ -56,8 +56,8 @@ def fitting(engine: Engine, prompts: Sequence[Sequence[int]], new: int) -> tuple
     return most, engine.counters.preemptions
 
 
-def table(bench: Bench, settings: Sequence[Setting], tokens: int, new: int, dense: int) -> str:
-    everybody = [Setting(DENSE), *settings]
+def table(bench: Bench, settings: Sequence[BenchSetting], tokens: int, new: int, dense: int) -> str:
+    everybody = [BenchSetting(DENSE), *settings]
     need = engine_of(bench, everybody[0], 1 << 40, 1).recipes[""].need(tokens + new)
     prompt, rows, alone = random_prompts(bench.model.config.vocab, 0), list[list[str]](), 0
     prompts = [prompt(tokens) for _ in range(OFFERED * dense)]

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from phasewise.bench import report
-from phasewise.bench.savers import DENSE, Turn
+from phasewise.bench.savers import DENSE, SettingTurn
 from phasewise.bench.worth import LEAST, promised
 from phasewise.errors import UserError
 
@@ -48,17 +48,19 @@ class Pair(NamedTuple):
         return f"{statistics.median(pair.rest for pair in some):.2f} ({len(some)})"
 
 
-def rest(turn: Turn) -> float:
+def rest(turn: SettingTurn) -> float:
     """Seconds of a step beside those in which its KV is read."""
     return turn.seconds - turn.read / turn.rate
 
 
-def turns(path: Path) -> list[Turn]:
+def turns(path: Path) -> list[SettingTurn]:
     """Raises UserError where the file is of another kind."""
-    kinds = {field.name: {"str": str, "int": int}.get(str(field.type), float) for field in fields(Turn)}
+    kinds = {field.name: {"str": str, "int": int}.get(str(field.type), float) for field in fields(SettingTurn)}
     try:
         with path.open(newline="") as file:
-            found = [Turn(**{name: kind(row[name]) for name, kind in kinds.items()}) for row in csv.DictReader(file)]
+            found = [
+                SettingTurn(**{name: kind(row[name]) for name, kind in kinds.items()}) for row in csv.DictReader(file)
+            ]
     except (OSError, KeyError, ValueError) as error:
         raise UserError(f"{path.name}: no turns of `phasewise bench savers --csv` ({error!r})") from error
     if not found:
@@ -66,7 +68,7 @@ def turns(path: Path) -> list[Turn]:
     return found
 
 
-def pairs(run: Iterable[Turn], split: float) -> dict[tuple[str, int, bool], list[Pair]]:
+def pairs(run: Iterable[SettingTurn], split: float) -> dict[tuple[str, int, bool], list[Pair]]:
     """By setting, batch and whether memory was read at `split` bytes/s or faster."""
     every = list(run)
     dense = {(turn.batch, turn.group, turn.number): turn for turn in every if turn.setting == DENSE}

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from phasewise.bench.latency import Served, percentile
+from phasewise.bench.latency import ServedRequest, percentile
 from phasewise.bench.load import measure
 from phasewise.bench.machine import cpu
 from phasewise.bench.prompts import prompts_from
@@ -72,7 +72,7 @@ def numbers(ttfts: Sequence[float | None], tpots: Sequence[float | None], share:
     return found
 
 
-def of_served(served: Sequence[Served], slo: SLO) -> dict[str, float]:
+def of_served(served: Sequence[ServedRequest], slo: SLO) -> dict[str, float]:
     share = sum(one.meets(slo) for one in served) / len(served)
     return numbers([one.trace.ttft for one in served], [one.trace.tpot for one in served], share)
 

@@ -67,7 +67,7 @@ def task(row: str) -> str:
     return f"phasewise_{row.replace(' ', '_')}"
 
 
-def chats(row: str, text: quality.Text, examples: int, seed: int) -> tuple[list[Doc], int]:
+def chats(row: str, text: quality.TextCodec, examples: int, seed: int) -> tuple[list[Doc], int]:
     """Questions with their answers, and how many tokens a reply may have."""
     name, length = quality.TASKS[row]
     rng = Random(f"{seed} {row}")
@@ -77,7 +77,7 @@ def chats(row: str, text: quality.Text, examples: int, seed: int) -> tuple[list[
     return docs, max(len(text.encode(each.answer)) for each in drawn) + 8
 
 
-def lines(text: quality.Text, examples: int, seed: int) -> tuple[list[Doc], int]:
+def lines(text: quality.TextCodec, examples: int, seed: int) -> tuple[list[Doc], int]:
     """Code, and the line that comes next."""
     docs: list[Doc] = []
 
@@ -96,7 +96,7 @@ def lines(text: quality.Text, examples: int, seed: int) -> tuple[list[Doc], int]
     return docs, quality.LINE_TOKENS
 
 
-def windows(text: quality.Text, examples: int, seed: int) -> list[Doc]:
+def windows(text: quality.TextCodec, examples: int, seed: int) -> list[Doc]:
     """Texts, whose tokens are those that `phasewise eval` scores."""
     docs: list[Doc] = []
 
@@ -117,7 +117,7 @@ def write(folder: Path, model: str, examples: int, seed: int) -> None:
     llm = LLM(model)
     judge = Judge(llm, {})
     encode = lambda given: llm.tokenizer.encode(given, add_special=False)  # noqa: E731
-    text = quality.Text(encode, llm.tokenizer.decode, llm.encode_chat, [])
+    text = quality.TextCodec(encode, llm.tokenizer.decode, llm.encode_chat, [])
     rows: list[quality.Row] = []
     for row in (*CHATS, *TEXTS):
         docs, room = chats(row, text, examples, seed) if row in CHATS else lines(text, examples, seed)

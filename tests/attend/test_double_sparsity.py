@@ -15,7 +15,7 @@ from phasewise.load import load_model
 from phasewise.methods.attend.double_sparsity import DoubleSparsity, _DoubleSparsity
 from phasewise.request.counters import Counters
 from phasewise.step.read import Read
-from phasewise.train.artefacts import Job, names, trainer
+from phasewise.train.artefacts import ArtefactJob, names, trainer
 from phasewise.train.artefacts.attend_double_sparsity import heaviness, measure
 from phasewise.verbs.host import Host
 from tests import tiny
@@ -146,7 +146,7 @@ def test_the_pocket_model_has_its_channels_and_training_makes_them(tmp_path: Pat
     assert "attend.double_sparsity" in names()
     host = Host(load_model("pocket"), None, Counters(), None, None)  # type: ignore[arg-type]
     shipped = DoubleSparsity(channels=8.0).bind(host)
-    made = trainer("attend.double_sparsity")(DoubleSparsity(), Job("pocket", tmp_path, tokens=1024, seed=1))
+    made = trainer("attend.double_sparsity")(DoubleSparsity(), ArtefactJob("pocket", tmp_path, tokens=1024, seed=1))
     own = DoubleSparsity(channels=8.0, weights=str(made)).bind(host)
     drawn = DoubleSparsity(channels=8.0, weights="random:0").bind(host)
 

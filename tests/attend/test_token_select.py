@@ -20,7 +20,7 @@ from phasewise.methods.attend.token_select import TokenSelect
 from phasewise.model.model import Model
 from phasewise.ops import native
 from phasewise.reproduce.lab import Lab, Scale
-from phasewise.reproduce.play import Entry
+from phasewise.reproduce.play import LoadEntry
 from phasewise.reproduce.system import Setting
 from phasewise.reproduce.workload import code_ids
 from phasewise.request.counters import Counters
@@ -199,7 +199,7 @@ def test_a_trained_model_makes_fewer_lists_at_the_papers_threshold() -> None:
     made = {}
     with Lab.open(Scale(time=False)) as lab:
         ids = list(code_ids())
-        entries = [Entry(ids[start : start + 512], 24) for start in (15_831, 47_493)]
+        entries = [LoadEntry(ids[start : start + 512], 24) for start in (15_831, 47_493)]
         for theta in (2.0, 0.9, 0.7):
             setting = Setting({"attend": f"token_select:k=96,first=8,local=24,theta={theta}"})
             made[theta] = lab.play(setting, entries, "pocket").work.choices

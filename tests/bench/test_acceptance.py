@@ -14,7 +14,7 @@ from torch import Tensor
 from phasewise.bench import acceptance
 from phasewise.methods.verify.k_seq import KSeq
 from phasewise.methods.verify.rejection import Rejection
-from phasewise.reproduce.sampled import Seen, as_expected
+from phasewise.reproduce.sampled import GuessOutcome, as_expected
 from phasewise.verbs.draft import Drawn
 from phasewise.verbs.verify import Verifier
 from tests.speculation.markov import Tree, target
@@ -184,12 +184,12 @@ def test_shares_that_are_off_are_noticed(lax: bool) -> None:
     """A verifier that accepts its first guesses unseen says the target's likeliest token too seldom."""
     p, q = pair(1, vocab=6)
     draft, row = Tree(q.float().expand(6, -1), (1,), "iid"), p.float()
-    best, seen = int(row.argmax()), list[Seen]()
+    best, seen = int(row.argmax()), list[GuessOutcome]()
     for seed in range(600):
         guess = draft(0, seed, 0)
         numbers = torch.Generator().manual_seed(seed)
         us = torch.rand(9, generator=numbers).tolist()
         path, token = Rejection()(guess, target(row.expand(6, -1), guess, 0), lambda d, k, i=0, us=us: us[2 * d + k])
         said = guess.tokens[0] if path or lax else token
-        seen.append(Seen(bool(path), said == best, float(row[best]), (acceptance.single(p, q),)))
+        seen.append(GuessOutcome(bool(path), said == best, float(row[best]), (acceptance.single(p, q),)))
     assert as_expected(seen).passed is not lax

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from phasewise.bench.bound import Found, Pair, measured, texts
+from phasewise.bench.bound import GuessOdds, Pair, measured, texts
 from phasewise.bench.bounded import section, table, totals
 from phasewise.bench.drive import Bench
 from phasewise.engine.limits import Limits
@@ -79,8 +79,8 @@ def test_distinct_guesses_are_right_on_average_over_places() -> None:
 
 
 def test_tables() -> None:
-    found = [Found("a", 0, i, 2, "iid", "k_seq", 0.5 + i / 10, 0.7 + i / 10) for i in range(2)]
-    found += [Found("a", 0, 0, n, "without_replacement", "rejection", 0.5, 0.625) for n in (3, 2)]
+    found = [GuessOdds("a", 0, i, 2, "iid", "k_seq", 0.5 + i / 10, 0.7 + i / 10) for i in range(2)]
+    found += [GuessOdds("a", 0, 0, n, "without_replacement", "rejection", 0.5, 0.625) for n in (3, 2)]
     assert table(totals(found))[1] == [
         ["2", "iid", "k_seq", "55.00%", "75.00%", "20.00", "20.00"],
         ["2", "without_replacement", "rejection", "50.00%", "62.50%", "12.50", "12.50"],

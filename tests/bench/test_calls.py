@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from phasewise.bench.quality import Text
+from phasewise.bench.quality import TextCodec
 from phasewise.bench.rows import calls, index
 from phasewise.bench.rows.calls import has, measure, result
 from phasewise.bench.rows.subject import Subject
@@ -25,8 +25,8 @@ Say = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], str]
 
 
 @cache
-def text() -> Text:
-    return Text.load(Path(model_path("pocket")))
+def text() -> TextCodec:
+    return TextCodec.load(Path(model_path("pocket")))
 
 
 def subject(say: Say) -> Subject:

@@ -8,7 +8,7 @@ import pytest
 
 from phasewise.bench import compare
 from phasewise.bench.compare import OURS, Compare, peers_of
-from phasewise.bench.contender import Job
+from phasewise.bench.contender import RoundWork
 from phasewise.errors import UserError
 from tests.serve.tiny_chat import chat_checkpoint
 
@@ -21,7 +21,7 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
     seen: list[tuple[int, str]] = []
 
     def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        job = Job(**json.loads(command[-1]))
+        job = RoundWork(**json.loads(command[-1]))
         seen.append((job.number, job.contender))
         about = {"contender": job.contender, "round": job.number}
         rows = [{**about, "test": "check", "tokens": [1, 2, 3, 4 + (job.contender != OURS)]}]
@@ -35,7 +35,7 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
 
 
 def test_rounds_are_interleaved_and_rotate(turns: list[tuple[int, str]]) -> None:
-    run = Compare(Job("", "none", ["decode1"]), peers_of("transformers"))
+    run = Compare(RoundWork("", "none", ["decode1"]), peers_of("transformers"))
     assert list(run.run(2)) == [1, 2, 3, 4, 5, 6]
     assert turns == [
         (0, OURS), (0, "transformers"), (0, "transformers-cb"),
@@ -44,7 +44,7 @@ def test_rounds_are_interleaved_and_rotate(turns: list[tuple[int, str]]) -> None
 
 
 def test_the_table_has_medians_and_paired_ratios(turns: list[tuple[int, str]]) -> None:
-    run = Compare(Job("", "none", ["decode1", "prefill9"]), peers_of("transformers"))
+    run = Compare(RoundWork("", "none", ["decode1", "prefill9"]), peers_of("transformers"))
     list(run.run(3))
     header, rows = run.table()
     assert header == ["tokens/s", OURS, "transformers", "phasewise / transformers", "transformers-cb",
@@ -56,7 +56,7 @@ def test_the_table_has_medians_and_paired_ratios(turns: list[tuple[int, str]]) -
 def test_a_failing_peer_is_reported_and_we_are_not_excused(
     turns: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Compare(Job("", "none", ["decode1"]), peers_of("transformers"))
+    run = Compare(RoundWork("", "none", ["decode1"]), peers_of("transformers"))
     list(run.run(2))
     assert run.failures == {"transformers-cb": "RuntimeError: out of blocks"}
     assert run.table()[1][0][-1] == "1.50"  # the round that it lacks does not count
@@ -64,19 +64,19 @@ def test_a_failing_peer_is_reported_and_we_are_not_excused(
         compare.subprocess, "run", lambda c, **o: subprocess.CompletedProcess(c, 1, "", "error: no directory 'x'")
     )
     with pytest.raises(UserError, match="could not run the comparison: no directory 'x'"):
-        list(Compare(Job("", "x", ["decode1"]), ["transformers"]).run(1))
+        list(Compare(RoundWork("", "x", ["decode1"]), ["transformers"]).run(1))
 
 
 def test_mistakes_are_named() -> None:
     with pytest.raises(UserError, match="transformers"):
         peers_of("vlm")
     with pytest.raises(UserError, match="decodeB"):
-        list(Compare(Job("", "none", ["decod1"]), ["transformers"]).run(1))
+        list(Compare(RoundWork("", "none", ["decod1"]), ["transformers"]).run(1))
 
 
 def test_a_real_round_against_transformers_gives_the_same_tokens() -> None:
     pytest.importorskip("transformers")
-    job = Job("", str(chat_checkpoint()), ["decode2", "prefill24"], "float32", new=3, prompt=8, threads=1)
+    job = RoundWork("", str(chat_checkpoint()), ["decode2", "prefill24"], "float32", new=3, prompt=8, threads=1)
     run = Compare(job, peers_of("transformers"), limit=200)
     assert list(run.run(1)) == [1, 2, 3]
     assert not run.failures

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from phasewise.bench import contender
-from phasewise.bench.contender import Job, Stopwatch, Test
+from phasewise.bench.contender import RoundWork, Stopwatch, Test
 from phasewise.errors import UserError
 from tests.serve.tiny_chat import chat_checkpoint
 
@@ -39,7 +39,7 @@ def clockwork(monkeypatch: pytest.MonkeyPatch) -> Clockwork:
     return made
 
 
-JOB = Job("clockwork", "none", ["decode4", "prefill30"], number=3, new=8, prompt=5)
+JOB = RoundWork("clockwork", "none", ["decode4", "prefill30"], number=3, new=8, prompt=5)
 
 
 def test_decoding_is_timed_without_its_prefill(clockwork: Clockwork) -> None:
@@ -79,7 +79,9 @@ def test_unknown_tests_are_named(name: str) -> None:
 
 @pytest.mark.thorough
 def test_a_process_of_its_own_reports_one_line_per_result() -> None:
-    job = Job("phasewise", str(chat_checkpoint()), ["decode2", "prefill20"], "float32", new=4, prompt=6, threads=1)
+    job = RoundWork(
+        "phasewise", str(chat_checkpoint()), ["decode2", "prefill20"], "float32", new=4, prompt=6, threads=1
+    )
     command = [sys.executable, "-m", "phasewise.bench.contender", job.text()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     rows = [json.loads(line) for line in done.stdout.splitlines()]

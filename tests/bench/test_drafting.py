@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from phasewise.bench.drafted import ALL, lengths, results, section, speeds, work
-from phasewise.bench.drafting import PLAIN, Drafting, Heat, Question, answer, drafters, loops
+from phasewise.bench.drafting import PLAIN, Drafting, DraftPrompt, Heat, answer, drafters, loops
 from phasewise.bench.drive import Bench
 from phasewise.bench.questions import CHAT, MADE, made, questions, spread
-from phasewise.bench.settings import Setting
+from phasewise.bench.settings import BenchSetting
 from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
 from phasewise.request.counters import Counters
@@ -72,7 +72,7 @@ def test_the_clock_and_the_counters_of_answers() -> None:
     """Against plain decoding's closed form: every step after the first gives each request a token, in its turn."""
     bench = Bench.load(str(tiny.checkpoint()))
     engine, ticks = bench.engine({}, Limits(32 << 20, 2, False)), iter([10.0, 14.0])
-    asked = [Question(prompt, Params(max_tokens=6)) for prompt in tiny.prompts(9, 12, 7)]
+    asked = [DraftPrompt(prompt, Params(max_tokens=6)) for prompt in tiny.prompts(9, 12, 7)]
     seconds, turns, answers = answer(engine, asked, lambda: next(ticks))
     assert seconds == 4.0
     assert turns == sum(len(tokens) - 1 for tokens in answers)
@@ -83,7 +83,7 @@ def test_the_clock_and_the_counters_of_answers() -> None:
 def test_contenders_answer_the_same_questions(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A drafter gives plain decoding's answers in float32; who cannot run says why; counters add up to the tokens."""
     bench = Bench.load(str(tiny.checkpoint()))
-    settings = [Setting(name, {"draft": name}) for name in ("prompt_lookup", "paced", "draft_model:model=nowhere")]
+    settings = [BenchSetting(name, {"draft": name}) for name in ("prompt_lookup", "paced", "draft_model:model=nowhere")]
     run = Drafting(bench, settings, LIMITS, 12)
     asked = {"a": tiny.prompts(20, 24), "b": tiny.prompts(15)}
     heats = (3 if batch == 1 else 2) * 3
@@ -110,7 +110,7 @@ def test_answers_are_as_long_as_plain_ones(monkeypatch: pytest.MonkeyPatch) -> N
     end = max(usual.index(token) for token in set(usual))  # comes for the first time, after others
     monkeypatch.setattr(bench.model, "config", replace(bench.model.config, eos=(usual[end],)))
     half = {"skip": "unified:speedup=2,weights=none"}
-    run = Drafting(bench, [Setting("half", half), Setting("copies", {"draft": "prompt_lookup"})], LIMITS, 12)
+    run = Drafting(bench, [BenchSetting("half", half), BenchSetting("copies", {"draft": "prompt_lookup"})], LIMITS, 12)
     list(run.run(run.start(asked, 1), asked, 1, 1))
     answers = {heat.setting: heat.answers[0] for heat in run.heats}
     assert answers[PLAIN] == answers["copies"] == usual[: end + 1]

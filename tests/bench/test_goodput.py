@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from phasewise.bench.goodput import FAR, Point, Target, bisect, draw, goodput, sweep, table
-from phasewise.bench.latency import Served
+from phasewise.bench.goodput import FAR, GoodputPoint, Target, bisect, draw, goodput, sweep, table
+from phasewise.bench.latency import ServedRequest
 from phasewise.errors import UserError
 from phasewise.request.params import SLO
 from phasewise.request.trace import Trace
 
 
-def served(ttft: float, tpot: float = 0.01, error: str | None = None) -> Served:
+def served(ttft: float, tpot: float = 0.01, error: str | None = None) -> ServedRequest:
     trace = Trace(0.0)
     for i in range(3):
         trace.emitted(ttft + i * tpot, 1)
-    return Served(trace, 10, error)
+    return ServedRequest(trace, 10, error)
 
 
 def test_goodput_lies_where_the_share_crosses_ninety_percent() -> None:
@@ -33,7 +33,7 @@ def test_goodput_lies_where_the_share_crosses_ninety_percent() -> None:
 def test_failures_are_missed_targets() -> None:
     slo = SLO(1.0, 0.1)
     many = [served(0.5)] * 6 + [served(2.0), served(0.5, 0.2), served(0.5, error="HTTP 503"), served(0.9)]
-    point = Point("a", 1.0, many)
+    point = GoodputPoint("a", 1.0, many)
     assert point.share(slo) == 0.7
     row = point.row([Target("t", slo)])
     assert (row["share_t"], row["failed"], row["requests"], row["ttft_p50_s"]) == (0.7, 1, 10, 0.5)
@@ -42,7 +42,7 @@ def test_failures_are_missed_targets() -> None:
 def test_a_sweep_stops_when_it_is_hopeless() -> None:
     tried: list[float] = []
 
-    def measure(rate: float) -> Sequence[Served]:
+    def measure(rate: float) -> Sequence[ServedRequest]:
         tried.append(rate)
         return [served(0.1 if i * rate < 10 else 5.0) for i in range(20)]
 
@@ -60,7 +60,7 @@ class Machine:
     def __init__(self, **most: float) -> None:
         self.most, self.tried = most, list[float]()
 
-    def __call__(self, rate: float) -> Sequence[Served]:
+    def __call__(self, rate: float) -> Sequence[ServedRequest]:
         self.tried.append(rate)
         return [served(0.1 if rate <= self.most["tight"] else 0.5 if rate <= self.most["loose"] else 5.0)] * 20
 
@@ -109,7 +109,7 @@ def test_every_workload_and_target_has_its_image(tmp_path: Path) -> None:
         for name in ("a", "b"):
             for rate in (1.0, 2.0):
                 about = {"workload": workload, "targets": {t.name: str(t) for t in targets}}
-                rows.append(Point(name, rate, [served(0.3 * rate)]).row(targets) | about)
+                rows.append(GoodputPoint(name, rate, [served(0.3 * rate)]).row(targets) | about)
     draw(tmp_path / "new" / "plot.png", rows)
     written = sorted((tmp_path / "new").iterdir())
     assert [path.stem for path in written] == [

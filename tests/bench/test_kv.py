@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from phasewise import catalog
 from phasewise.bench import kv
 from phasewise.bench.front import HEADER, INTRO, cells, front, notes, points, section
-from phasewise.bench.kv import DENSE, KEEPING, LOOKS, Measuring, chosen, count, every, ladder, looks
-from phasewise.bench.settings import Setting
+from phasewise.bench.kv import DENSE, KEEPING, LOOKS, KVBench, chosen, count, every, ladder, looks
+from phasewise.bench.settings import BenchSetting
 from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
 from phasewise.llm import LLM
@@ -288,8 +288,8 @@ class Bar:
         yield lambda done: None
 
 
-def measuring(*settings: str, tasks: tuple[str, ...] = ("copy", "code"), **more: Any) -> Measuring:
-    return Measuring(llm(), "M", [Setting.parse(text) for text in settings], tasks, 2, **more)
+def measuring(*settings: str, tasks: tuple[str, ...] = ("copy", "code"), **more: Any) -> KVBench:
+    return KVBench(llm(), "M", [BenchSetting.parse(text) for text in settings], tasks, 2, **more)
 
 
 @pytest.mark.thorough
@@ -325,7 +325,7 @@ def test_who_lacks_what_was_trained_is_refused_and_the_others_go_on() -> None:
     """The tiny model has no artefacts: every contender that needs some says which command trains them."""
     settings = [one for one in every() if any(catalog.method(verb, text.partition(":")[0]).needs in NEEDING
                                               for verb, text in one.verbs.items())]  # fmt: skip
-    run = Measuring(llm(), "M", [*settings, Setting.parse("store=int8")], ("copy",), 1)
+    run = KVBench(llm(), "M", [*settings, BenchSetting.parse("store=int8")], ("copy",), 1)
     lines = {line["setting"]: line for line in run.run([], Bar.of)}
     refused = {name for name, line in lines.items() if "refused" in line}
     assert {"evict=longgen", "attend=power", "attend=zero_tuning", "decode=augment"} <= refused

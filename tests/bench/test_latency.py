@@ -5,16 +5,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.bench.latency import Served, percentile, summary
+from phasewise.bench.latency import ServedRequest, percentile, summary
 from phasewise.request.params import SLO
 from phasewise.request.trace import Trace
 
 
-def served(arrived: float, stamps: list[float], counts: list[int] | None = None, error: str | None = None) -> Served:
+def served(
+    arrived: float, stamps: list[float], counts: list[int] | None = None, error: str | None = None
+) -> ServedRequest:
     trace = Trace(arrived)
     for at, n in zip(stamps, counts or [1] * len(stamps)):
         trace.emitted(at, n)
-    return Served(trace, 10, error)
+    return ServedRequest(trace, 10, error)
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40), st.floats(0, 1))

@@ -13,18 +13,18 @@ import pytest
 from phasewise.bench import kv
 from phasewise.bench.forced import Forced, follow
 from phasewise.bench.judge import Judge, free
-from phasewise.bench.quality import Text
+from phasewise.bench.quality import TextCodec
 from phasewise.bench.rows import index, later
 from phasewise.bench.rows.later import ROWS, measure, talks
 from phasewise.bench.rows.subject import Subject
-from phasewise.bench.settings import Setting
+from phasewise.bench.settings import BenchSetting
 from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
 from phasewise.llm import LLM
 from phasewise.load import model_path
 from phasewise.reproduce.conversations import seconds
 from phasewise.reproduce.lab import Lab, Scale
-from phasewise.reproduce.system import Setting as Contender
+from phasewise.reproduce.system import BenchSetting as Contender
 from phasewise.train.tasks import Message, held_out
 from tests.serve.tiny_chat import chat_checkpoint
 
@@ -46,14 +46,14 @@ def pocket() -> LLM:
     return LLM("pocket", limits=LIMITS)
 
 
-def text_of(one: LLM) -> Text:
-    return Text(lambda said: one.tokenizer.encode(said, add_special=False), one.tokenizer.decode, one.encode_chat)
+def text_of(one: LLM) -> TextCodec:
+    return TextCodec(lambda said: one.tokenizer.encode(said, add_special=False), one.tokenizer.decode, one.encode_chat)
 
 
 def subject(**more: object) -> Subject:
     """The pocket model's way with text, and nothing behind it."""
     none = Subject(lambda prompts, room: [], lambda tokens, stretches: [], lambda jobs, room: [[] for _ in jobs],
-                   Text.load(Path(model_path("pocket"))), 2048)  # fmt: skip
+                   TextCodec.load(Path(model_path("pocket"))), 2048)  # fmt: skip
     return replace(none, **more)  # type: ignore[arg-type]
 
 
@@ -145,7 +145,7 @@ def test_what_an_evict_method_gave_up_for_the_first_question_is_gone_for_the_sec
 def test_a_request_holds_what_its_method_left_of_the_first_question_and_all_rows_since() -> None:
     shape = llm().model.config
     row = shape.layers * shape.kv_heads * 2 * shape.head_dim * 4
-    run = kv.Measuring(llm(), "M", [Setting.parse("evict=snapkv:keep=24,window=8")], (ROW,), 1)
+    run = kv.KVBench(llm(), "M", [BenchSetting.parse("evict=snapkv:keep=24,window=8")], (ROW,), 1)
     dense, cut = run.run([], lambda title, total: _Bar())
     [talk] = talks(text_of(llm()), Random(f"0 {ROW}"), 1, ROWS[ROW])
     assert dense["live"] - cut["live"] == row * (talk.start - 24)

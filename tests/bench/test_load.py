@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 from aiohttp import web
 
-from phasewise.bench.load import Progress, Result, measure
+from phasewise.bench.load import LoadResult, Progress, measure
 from phasewise.bench.server import serving
 from phasewise.bench.workloads import Shot
 from phasewise.errors import UserError
@@ -81,7 +81,7 @@ def at(server: Served) -> Iterator[str]:
         loop.close()
 
 
-def result_of(server: Served, shots: list[Shot], progress: Progress = lambda done: None) -> Result:
+def result_of(server: Served, shots: list[Shot], progress: Progress = lambda done: None) -> LoadResult:
     with at(server) as url:
         return measure(url, shots, progress)
 

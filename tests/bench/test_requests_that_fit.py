@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from phasewise.bench.drive import Bench
-from phasewise.bench.settings import Setting
+from phasewise.bench.settings import BenchSetting
 from phasewise.engine.engine import Engine
 from phasewise.engine.limits import Limits
 from tests import tiny
@@ -42,7 +42,7 @@ def test_what_does_not_fit_is_preempted_and_told(monkeypatch: pytest.MonkeyPatch
     script = load("requests_that_fit", monkeypatch)
     prompts = tiny.prompts(*[TOKENS] * 6)
     alone = need()
-    roomy = script.engine_of(Bench(tiny.model()), Setting("dense"), 6 * alone, 6)
+    roomy = script.engine_of(Bench(tiny.model()), BenchSetting("dense"), 6 * alone, 6)
     assert script.fitting(roomy, prompts, NEW) == (6, 0)
-    tight = script.engine_of(Bench(tiny.model()), Setting("dense"), 4 * alone, 6)
+    tight = script.engine_of(Bench(tiny.model()), BenchSetting("dense"), 4 * alone, 6)
     assert script.fitting(tight, prompts, 80)[1] > 0  # more tokens than were booked for

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from phasewise.bench.latency import Served
-from phasewise.bench.load import Result, measure
+from phasewise.bench.latency import ServedRequest
+from phasewise.bench.load import LoadResult, measure
 from phasewise.bench.rivals import Contest, Rival, rivals
 from phasewise.bench.workloads import Shot
 from phasewise.errors import UserError
 from phasewise.request.trace import Trace
-from tests.bench.test_load import Served as Server
+from tests.bench.test_load import ServedRequest as Server
 from tests.bench.test_load import at
 
 A, B = "http://a:1", "http://b:2"
@@ -22,11 +22,11 @@ def shots(number: int) -> list[Shot]:
     return [Shot(0.0, [5, 6, 7 + number + 1], 4) for _ in range(2)]
 
 
-def answered(ttft: float, tpot: float, error: str | None = None) -> Served:
+def answered(ttft: float, tpot: float, error: str | None = None) -> ServedRequest:
     trace = Trace(0.0)
     for i in range(4):
         trace.emitted(ttft + i * tpot, 1)
-    return Served(trace, 3, error)
+    return ServedRequest(trace, 3, error)
 
 
 def test_contenders_are_recipes_or_servers() -> None:
@@ -51,10 +51,10 @@ def test_rounds_are_interleaved_and_ratios_paired() -> None:
     """B takes half as long in every round, though rounds differ tenfold."""
     asked: list[tuple[str, int, int]] = []
 
-    def timed(url: str, each: Sequence[Shot]) -> Result:
+    def timed(url: str, each: Sequence[Shot]) -> LoadResult:
         asked.append((url, each[0].prompt[2] - 8, each[0].new))
         slow = (10.0 if each[0].prompt[2] == 9 else 1.0) * (1.0 if url == A else 0.5)
-        return Result("m", [answered(0.2 * slow, 0.01 * slow) for _ in each], slow, 0.0)
+        return LoadResult("m", [answered(0.2 * slow, 0.01 * slow) for _ in each], slow, 0.0)
 
     run = Contest({"a": A, "b": B}, timed)
     assert list(run.run(3, shots)) == [1, 2, 3, 4, 5, 6]
@@ -65,9 +65,9 @@ def test_rounds_are_interleaved_and_ratios_paired() -> None:
 
 
 def test_failures_are_counted_and_a_dead_server_ends_it() -> None:
-    def timed(url: str, each: Sequence[Shot]) -> Result:
+    def timed(url: str, each: Sequence[Shot]) -> LoadResult:
         wrong = "HTTP 503: full" if url == B else None
-        return Result(
+        return LoadResult(
             "m", [answered(0.1, 0.01, wrong if i or len(each) == 1 else None) for i in range(len(each))], 1.0, 0.0
         )
 

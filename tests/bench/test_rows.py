@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from phasewise.bench.drive import Bench
 from phasewise.bench.forced import Forced, write
 from phasewise.bench.judge import Judge, stretch_losses
-from phasewise.bench.quality import ALL, TASKS, Text
+from phasewise.bench.quality import ALL, TASKS, TextCodec
 from phasewise.bench.rows import agreement, english, index, later, longtext
 from phasewise.bench.rows.subject import Subject
 from phasewise.engine.limits import Limits
@@ -41,7 +41,7 @@ def subject(chats: bool = True) -> Subject:
     """The pocket model's way with text; it answers nothing and every stretch has the loss 1."""
     return Subject(
         lambda prompts, room: [[] for _ in prompts], lambda tokens, stretches: [1.0] * len(stretches),
-        lambda jobs, room: [[] for _ in jobs], Text.load(Path(model_path("pocket"))), 2048, chats,
+        lambda jobs, room: [[] for _ in jobs], TextCodec.load(Path(model_path("pocket"))), 2048, chats,
     )  # fmt: skip
 
 
@@ -81,7 +81,7 @@ def test_a_pass_key_text_has_its_length_and_one_key(seed: int, length: int, chat
 def test_pass_key_texts_have_their_length_in_the_tokens_of_the_model(name: str) -> None:
     """Of a tokenizer with hardly a word in it."""
     tokenizer = llm().tokenizer
-    text = Text(
+    text = TextCodec(
         lambda said: tokenizer.encode(said, False), tokenizer.decode, lambda messages: llm().encode_chat(messages)
     )
     ids, _ = english.prompt(replace(subject(), text=text), Random(3), english.LENGTHS[name])
@@ -169,7 +169,7 @@ def test_the_loss_of_a_stretch_is_the_models_cross_entropy() -> None:
 
 
 def test_a_text_too_short_for_a_window_is_refused() -> None:
-    window = longtext.Window(lambda: "a few words", 2048)
+    window = longtext.TextWindow(lambda: "a few words", 2048)
     with pytest.raises(UserError, match="too few for windows of 2048"):
         longtext.long_loss("docs@2k", window, subject(), Random(0), 1)
 

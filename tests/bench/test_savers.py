@@ -16,8 +16,8 @@ from phasewise.bench.drive import Bench
 from phasewise.bench.prompts import random_prompts
 from phasewise.bench.report import filled
 from phasewise.bench.rounds import Ratio
-from phasewise.bench.savers import DENSE, SAVING, Load, Savers, Turn, contenders, savers, together
-from phasewise.bench.settings import Setting
+from phasewise.bench.savers import DENSE, SAVING, BatchLoad, Savers, SettingTurn, contenders, savers, together
+from phasewise.bench.settings import BenchSetting
 from phasewise.bench.worth import INTRO, Worth, cells, layer_bytes, promised, section, worths
 from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
@@ -30,8 +30,8 @@ ROW = LAYERS * HEADS * 2 * DIM * 4
 
 
 def measured(*settings: str, batches: Sequence[int] = (1, 3), kv_bytes: int = 64 << 20, tokens: int = N) -> Savers:
-    load = Load(tokens, batches, NEW, ROUNDS)
-    run = Savers(Bench(tiny.model()), [Setting.parse(text) for text in settings], load, Limits(kv_bytes=kv_bytes))
+    load = BatchLoad(tokens, batches, NEW, ROUNDS)
+    run = Savers(Bench(tiny.model()), [BenchSetting.parse(text) for text in settings], load, Limits(kv_bytes=kv_bytes))
     done: list[int] = []
     run.run(random_prompts(tiny.VOCAB, 0), itertools.count(100.0).__next__, done.append)
     assert done == list(range(1, len(run.turns) + 1))
@@ -77,14 +77,14 @@ def test_words_stand_for_all_of_them_one_way_or_the_other() -> None:
 
 
 def test_who_looks_meanwhile_finds_the_groups_that_are_through() -> None:
-    run = Savers(Bench(tiny.model()), [], Load(N, (1, 3), NEW, ROUNDS), Limits(kv_bytes=64 << 20))
+    run = Savers(Bench(tiny.model()), [], BatchLoad(N, (1, 3), NEW, ROUNDS), Limits(kv_bytes=64 << 20))
     seen: list[list[int]] = []
     run.run(random_prompts(tiny.VOCAB, 0), lambda: 16e9, after=lambda: seen.append([turn.batch for turn in run.turns]))
     assert seen == [[1] * ROUNDS, [1] * ROUNDS + [3] * ROUNDS]
 
 
 def test_all_of_them_run() -> None:
-    run = Savers(Bench(tiny.model()), savers(), Load(40, (2,), 2, 1), Limits(kv_bytes=64 << 20))
+    run = Savers(Bench(tiny.model()), savers(), BatchLoad(40, (2,), 2, 1), Limits(kv_bytes=64 << 20))
     run.run(random_prompts(tiny.VOCAB, 0), lambda: 16e9)
     few = {"attend=tidal", "attend=tidal, neutral"}  # four layers are too few for its defaults
     untrained = {"evict=rlkv"}
@@ -129,7 +129,9 @@ def test_settings_take_turns_in_rotating_order() -> None:
 def test_a_round_in_which_the_machine_changed_does_not_count(
     rates: list[float], counted: list[float], anew: int
 ) -> None:
-    run = Savers(Bench(tiny.model()), [Setting.parse("store=int8")], Load(N, [1], NEW, 3), Limits(kv_bytes=64 << 20))
+    run = Savers(
+        Bench(tiny.model()), [BenchSetting.parse("store=int8")], BatchLoad(N, [1], NEW, 3), Limits(kv_bytes=64 << 20)
+    )
     said = iter(rates)
     run.run(random_prompts(tiny.VOCAB, 0), said.__next__)
     assert [turn.rate for turn in run.turns if turn.setting == DENSE] == counted and run.anew == anew
@@ -139,7 +141,7 @@ def test_a_round_in_which_the_machine_changed_does_not_count(
 
 
 def test_prompts_are_computed_once_where_they_may_be_shared() -> None:
-    load = Load(96, [4], NEW, ROUNDS)
+    load = BatchLoad(96, [4], NEW, ROUNDS)
     run = Savers(Bench(tiny.model()), [], load, Limits(kv_bytes=64 << 20))
     (dense,) = run._engines().values()
     dense.enter(random_prompts(tiny.VOCAB, 0)(96), 4, load.most)
@@ -180,7 +182,7 @@ def test_who_cannot_run_is_named_and_the_rest_goes_on() -> None:
 
 
 def test_more_tokens_than_the_context_are_refused_with_the_most_that_fit() -> None:
-    load = Load(0, (1,), NEW, ROUNDS)
+    load = BatchLoad(0, (1,), NEW, ROUNDS)
     most = tiny.model().config.max_positions - load.most
     replace(load, tokens=most).check(tiny.model())
     with pytest.raises(UserError, match=f"tokens={most + 1} .* lower --tokens to at most {most},"):
@@ -196,8 +198,8 @@ def test_a_model_is_its_layers_and_its_embeddings() -> None:
 RATES = (500.0, 500.0, 250.0)  # bytes per second, by round
 
 
-def turns(setting: str, seconds: Sequence[float], read: float, layers: float = 8, group: int = 0) -> list[Turn]:
-    return [Turn(setting, 2, group, i, each, read, layers, RATES[i]) for i, each in enumerate(seconds)]
+def turns(setting: str, seconds: Sequence[float], read: float, layers: float = 8, group: int = 0) -> list[SettingTurn]:
+    return [SettingTurn(setting, 2, group, i, each, read, layers, RATES[i]) for i, each in enumerate(seconds)]
 
 
 def test_gains_are_paired_and_held_against_what_the_bytes_promise() -> None:

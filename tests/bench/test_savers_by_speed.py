@@ -6,21 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from phasewise.bench.savers import DENSE, Turn
+from phasewise.bench.savers import DENSE, SettingTurn
 from phasewise.bench.worth import worths, write_csv
 from tests.bench.test_scripts import load, table
 
 GB = 1e9
 
 
-def rounds(*settings: tuple[str, float, float, float]) -> list[Turn]:
+def rounds(*settings: tuple[str, float, float, float]) -> list[SettingTurn]:
     """Slow rounds of 50 GB/s and fast ones of 100 in which dense reads 1 GB in 30 ms, and others (name, seconds where
     slow and where fast, bytes) theirs."""
     found = []
     for number, rate in enumerate((50 * GB, 100 * GB, 50 * GB)):
-        found.append(Turn(DENSE, 1, 0, number, 0.03, GB, 4.0, rate))
-        found += [Turn(name, 1, 0, number, fast if rate > 60 * GB else slow, read, 2.0 if "skip" in name else 4.0, rate)
-                  for name, slow, fast, read in settings]  # fmt: skip
+        found.append(SettingTurn(DENSE, 1, 0, number, 0.03, GB, 4.0, rate))
+        for name, slow, fast, read in settings:
+            seconds, held = fast if rate > 60 * GB else slow, 2.0 if "skip" in name else 4.0
+            found.append(SettingTurn(name, 1, 0, number, seconds, read, held, rate))
     return found
 
 

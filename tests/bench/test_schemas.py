@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from phasewise.bench.schemas import Case, judge, pace, read
+from phasewise.bench.schemas import SchemaCase, judge, pace, read
 from phasewise.cli import main
 from phasewise.errors import UserError
 from phasewise.methods.sample._words import words_of
@@ -19,10 +19,10 @@ PLACES = [folder / "shared" / "data" / "maskbench_sample.jsonl" for folder in Pa
 SAMPLE = next((path for path in PLACES if path.exists()), PLACES[0])
 INTEGER = {"type": "integer", "minimum": 3}
 CASES = [
-    Case("right", INTEGER, [(3, True), (12, True), (2, False), ("3", False)]),
-    Case("wrong", INTEGER, [(3, True), (2, True)]),
-    Case("lax", INTEGER, [(3, False)]),
-    Case("refused", {"not": INTEGER}, [(3, False)]),
+    SchemaCase("right", INTEGER, [(3, True), (12, True), (2, False), ("3", False)]),
+    SchemaCase("wrong", INTEGER, [(3, True), (2, True)]),
+    SchemaCase("lax", INTEGER, [(3, False)]),
+    SchemaCase("refused", {"not": INTEGER}, [(3, False)]),
 ]
 
 

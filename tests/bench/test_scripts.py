@@ -16,7 +16,7 @@ import pytest
 from safetensors.torch import load_file
 
 from phasewise.bench.drive import Bench
-from phasewise.bench.latency import Served
+from phasewise.bench.latency import ServedRequest
 from phasewise.bench.workloads import Shot
 from phasewise.cli import main
 from phasewise.errors import UserError
@@ -223,7 +223,7 @@ def test_goodput_phases_asks_for_what_there_is(
 
     def served(url: str, shots: list[Shot], done: object) -> object:
         traces = [Trace(0.0, tokens=[0.1, 0.1 + 0.02 * shot.new], counts=[1, shot.new]) for shot in shots]
-        return SimpleNamespace(served=[Served(trace, 1) for trace in traces])
+        return SimpleNamespace(served=[ServedRequest(trace, 1) for trace in traces])
 
     monkeypatch.setattr("phasewise.bench.server.serving", lambda arguments: nullcontext("http://nowhere"))
     monkeypatch.setattr("phasewise.bench.server.Handoffs._read", lambda self: (0, 0.0))

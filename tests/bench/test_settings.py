@@ -4,7 +4,7 @@ import pytest
 
 from phasewise import catalog
 from phasewise.bench.drive import Bench
-from phasewise.bench.settings import DEFAULT, Comparison, Setting, untrained
+from phasewise.bench.settings import DEFAULT, BenchSetting, Comparison, untrained
 from phasewise.bench.workloads import Shot
 from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
@@ -17,13 +17,15 @@ def shots(number: int) -> list[Shot]:
 
 
 def compared(*settings: str, rounds: int = 2, base: dict[str, str] | None = None) -> Comparison:
-    run = Comparison(Bench(tiny.model()), [Setting.parse(s) for s in settings], Limits(kv_bytes=64 << 20), base or {})
+    run = Comparison(
+        Bench(tiny.model()), [BenchSetting.parse(s) for s in settings], Limits(kv_bytes=64 << 20), base or {}
+    )
     assert list(run.run(rounds, shots)) == list(range(1, rounds * (len(settings) + 1 - len(run.refused)) + 1))
     return run
 
 
 def test_a_setting_is_verbs() -> None:
-    setting = Setting.parse("draft=prompt_lookup:k=6,min_match=1   evict=streaming")
+    setting = BenchSetting.parse("draft=prompt_lookup:k=6,min_match=1   evict=streaming")
     assert setting.verbs == {"draft": "prompt_lookup:k=6,min_match=1", "evict": "streaming"}
     assert setting.name == "draft=prompt_lookup:k=6,min_match=1 evict=streaming"
 
@@ -34,7 +36,7 @@ def test_a_setting_is_verbs() -> None:
 )
 def test_mistakes_in_settings_are_named(text: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
-        Setting.parse(text)
+        BenchSetting.parse(text)
 
 
 def test_exact_methods_agree_and_lossy_ones_are_seen_to_differ() -> None:

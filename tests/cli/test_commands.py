@@ -15,8 +15,8 @@ import phasewise.train.pocket
 import phasewise.train.tools
 from phasewise.methods.draft.paced import Pacer
 from phasewise.request.params import SLO
-from phasewise.serve.guard.policy import Caps, Policy
-from phasewise.train.artefacts import Job
+from phasewise.serve.guard.policy import Caps, ServePolicy
+from phasewise.train.artefacts import ArtefactJob
 from tests.cli.conftest import Cli
 from tests.serve.tiny_chat import chat_checkpoint
 
@@ -29,7 +29,7 @@ def test_serve_passes_everything_on(cli: Cli, monkeypatch: pytest.MonkeyPatch) -
     words = ("--host", "0.0.0.0", "--port", 8011, "--draft", "prompt_lookup:k=3", "--slo-ttft", 250)
     access = ("--name", "mine", "--keys", "k.toml", "--max-prompt", 9, "--max-n", 2, "--timeout", 1.5)
     assert cli("serve", *words, *access, *MODEL).code == 0
-    assert (seen["name"], seen["policy"]) == ("mine", Policy(keys=Path("k.toml"), caps=Caps(9, 2, None, 1.5)))
+    assert (seen["name"], seen["policy"]) == ("mine", ServePolicy(keys=Path("k.toml"), caps=Caps(9, 2, None, 1.5)))
     assert (seen["host"], seen["port"], seen["slo"]) == ("0.0.0.0", 8011, SLO(ttft=0.25))
     assert seen["llm"].limits.kv_bytes == 64 << 20
     seen["llm"].generate("fox fox fox fox fox fox")
@@ -39,10 +39,10 @@ def test_serve_passes_everything_on(cli: Cli, monkeypatch: pytest.MonkeyPatch) -
 def test_formats_of_answers_reach_the_server(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
     monkeypatch.setattr(phasewise.serve.app, "run", lambda llm, **options: seen.update(options))
-    assert cli("serve", *MODEL).code == 0 and seen["policy"] == Policy()
+    assert cli("serve", *MODEL).code == 0 and seen["policy"] == ServePolicy()
     words = ("--tool-format", "hermes", "--reasoning-format", "none", "--stored-bytes", "1M", "--no-playground")
     assert cli("serve", *words, *MODEL).code == 0
-    assert seen["policy"] == Policy(
+    assert seen["policy"] == ServePolicy(
         tool_format="hermes", reasoning_format="none", stored_bytes=1 << 20, playground=False
     )
     assert cli("serve", "--stored-bytes", "much", *MODEL).code == 2
@@ -95,7 +95,7 @@ def test_tools_are_taught_with_everything_that_was_said(
     monkeypatch.setattr(phasewise.train.tools, "train", lambda job: seen.append(job) or tmp_path / "model")
     (tmp_path / "checkpoint.pt").touch()
     said = cli("train", "tools", "--out", tmp_path, "--model", "mine", "--tokens", 99, "--seed", 3, "--resume")
-    assert said.code == 0 and seen == [Job("mine", tmp_path, 99, 3, True)]
+    assert said.code == 0 and seen == [ArtefactJob("mine", tmp_path, 99, 3, True)]
     assert said.out.strip() == str(tmp_path / "model")
 
 

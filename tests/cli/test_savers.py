@@ -12,8 +12,8 @@ import pytest
 
 from phasewise.bench import bandwidth
 from phasewise.bench import savers as bench_savers
-from phasewise.bench.bandwidth import Memory
-from phasewise.bench.savers import Load
+from phasewise.bench.bandwidth import StreamedWeight
+from phasewise.bench.savers import BatchLoad
 from phasewise.cli import savers
 from tests import tiny
 from tests.cli.conftest import Cli
@@ -29,13 +29,13 @@ class Known:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bandwidth, "Memory", Known)
+    monkeypatch.setattr(bandwidth, "StreamedWeight", Known)
 
 
 def test_the_machine_reads_in_a_time_that_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock on which every run takes half a second."""
     monkeypatch.setattr(bandwidth.time, "perf_counter", itertools.count(0.0, 0.5).__next__)
-    assert Memory((64, 256)).rate(3) == 64 * 256 * 2 / 0.5
+    assert StreamedWeight((64, 256)).rate(3) == 64 * 256 * 2 / 0.5
 
 
 def test_tables_csv_plot_and_page(cli: Cli, tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_tables_csv_plot_and_page(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_a_shape_is_random_weights_with_just_enough_context(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    load = Load(48, [1], 2, 2)
+    load = BatchLoad(48, [1], 2, 2)
     with savers._model("pocket", "2x128", load) as path:
         config: dict[str, Any] = json.loads((Path(path) / "config.json").read_text())
     assert not Path(path).exists()

@@ -24,7 +24,7 @@ from phasewise.model.artefacts import fingerprint
 from phasewise.model.model import Model
 from phasewise.ops import native
 from phasewise.options import parse
-from phasewise.reproduce.systems.c2c import Reversed, Shuffled
+from phasewise.reproduce.systems.c2c import PermutedSharer, Reversed
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 from tests import oracle, tiny
@@ -268,7 +268,7 @@ def test_in_bfloat16_all_steps_are_native_and_mates_change_nothing(monkeypatch: 
 
 def test_controls_fuse_as_much_and_something_else() -> None:
     method, outs = C2C("tiny-draft", weights="random:0", piece=16), []
-    for decode in (method, Shuffled(method), Reversed(method)):
+    for decode in (method, PermutedSharer(method), Reversed(method)):
         engine = Builder(tiny.model(), {**parse({}), "decode": decode}, Limits(64 << 20), load=tiny.load).build()
         request = serve(engine, TEXT)
         assert request.recalled == len(TEXT) - 1

@@ -20,9 +20,9 @@ from phasewise.model import artefacts
 from phasewise.model.artefacts import fingerprint
 from phasewise.model.config import ModelConfig
 from phasewise.options import parse
-from phasewise.reproduce.systems.c2c import Reversed, Shuffled
+from phasewise.reproduce.systems.c2c import PermutedSharer, Reversed
 from phasewise.request.request import Request
-from phasewise.train.artefacts import Job, decode_c2c
+from phasewise.train.artefacts import ArtefactJob, decode_c2c
 from tests import oracle, seeds, tiny
 from tests.decode.test_c2c import TEXT, N, built, fused, serve
 from tests.laws import scenario
@@ -183,7 +183,7 @@ def test_each_sharer_reads_the_prompt_once_and_gives_its_room_back() -> None:
 
 def test_controls_fuse_as_much_and_something_else() -> None:
     method, outs = C2C("+".join(names()), weights="random:0", piece=16), []
-    for decode in (method, Shuffled(method), Reversed(method)):
+    for decode in (method, PermutedSharer(method), Reversed(method)):
         engine = Builder(tiny.model(), {**parse({}), "decode": decode}, Limits(64 << 20), load=tiny.load).build()
         request = serve(engine, TEXT)
         assert request.recalled == len(TEXT) - 1
@@ -217,4 +217,4 @@ def test_the_sharer_without_weights_and_the_one_that_is_the_model_are_named(tmp_
 
 def test_a_fuser_is_trained_for_one_sharer(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"sharer=one\+two: a fuser is trained for one sharer: train one for each"):
-        decode_c2c.train(C2C("one+two"), Job("pocket", tmp_path))
+        decode_c2c.train(C2C("one+two"), ArtefactJob("pocket", tmp_path))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from phasewise import catalog
-from phasewise.bench.drive import Held, note
+from phasewise.bench.drive import HeldKV, note
 from phasewise.bench.held import lying
 from phasewise.engine.engine import Engine
 from phasewise.kv.buffer import KVShape
@@ -147,7 +147,7 @@ def test_who_keeps_nothing_pays_nothing() -> None:
 
 def test_live_bytes_include_what_lies_in_drawers() -> None:
     """As `bench kv` counts them: rows, and a score for every slot."""
-    made, found = engine({"evict": "h2o:heavy=5,recent=4,lot=4"}), list[Held]()
+    made, found = engine({"evict": "h2o:heavy=5,recent=4,lot=4"}), list[HeldKV]()
     request = Request(tiny.prompts(60)[0], tiny.greedy(20))
     request.watch = lambda token: note(request, found, token)
     made.add(request)

@@ -14,7 +14,7 @@ from phasewise.engine.assembly import kv_shapes
 from phasewise.kv.buffer import Ledger, Raw
 from phasewise.kv.cache import KV
 from phasewise.kv.store import Store
-from phasewise.model.grouped import Grouped, grouped
+from phasewise.model.grouped import GroupedModel, grouped
 from phasewise.model.model import Model
 from phasewise.model.norm import RMSNorm
 from phasewise.request.counters import Counters
@@ -79,7 +79,7 @@ def test_rows_and_kv_are_those_of_the_twin(size: int, ends: int) -> None:
     groups = grouped(LAYERS, size, ends)
     x, keys, values = by_hand(model, TOKENS, groups)
     for cuts in ([], [5], range(1, len(TOKENS))):
-        rows, kv = served(Grouped(model, groups), TOKENS, cuts)
+        rows, kv = served(GroupedModel(model, groups), TOKENS, cuts)
         torch.testing.assert_close(rows, x, atol=1e-4, rtol=1e-4)
         for layer, k, v in zip(kv.layers, keys, values):
             (part,) = layer.read()
@@ -95,13 +95,13 @@ def test_groups_of_one_layer_are_the_model_to_the_bit(experts: int, after: bool)
     if after:  # what attention adds has a norm of its own in some families
         for layer in model.layers:
             layer.after_attention = RMSNorm(torch.rand(model.config.hidden) + 0.5, model.config.eps)
-    ones = Grouped(model, grouped(LAYERS, 1))
+    ones = GroupedModel(model, grouped(LAYERS, 1))
     assert ones.depth == model.depth == LAYERS
     (exact, kv), (rows, own) = served(model, TOKENS, [9]), served(ones, TOKENS, [9])
     assert torch.equal(exact, rows)
     for a, b in zip(kv.layers, own.layers):
         assert torch.equal(a.read()[0].k, b.read()[0].k) and torch.equal(a.read()[0].v, b.read()[0].v)
-    rough, _ = served(Grouped(model, grouped(LAYERS, 2)), TOKENS, [9])
+    rough, _ = served(GroupedModel(model, grouped(LAYERS, 2)), TOKENS, [9])
     assert not torch.allclose(exact, rough, atol=1e-2)
 
 
@@ -141,7 +141,7 @@ def chain(model: Model) -> int:
 @pytest.mark.parametrize(("ends", "size"), [(0, 1), (0, 4), (1, 2), (1, 9), (2, 3)])
 def test_the_depth_is_what_waits_for_what(ends: int, size: int) -> None:
     model = tiny.model(layers=LAYERS)
-    rough = Grouped(model, grouped(LAYERS, size, ends))
+    rough = GroupedModel(model, grouped(LAYERS, size, ends))
     assert chain(rough) == rough.depth == 2 * ends + math.ceil((LAYERS - 2 * ends) / size)
     assert chain(model) == model.depth == LAYERS
 

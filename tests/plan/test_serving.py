@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from phasewise.bench.latency import Served
+from phasewise.bench.latency import ServedRequest
 from phasewise.bench.prompts import random_prompts
 from phasewise.bench.workloads import Shot
 from phasewise.cli import main
@@ -32,7 +32,7 @@ class Numbers:
     step: float = STEP
     asked: int = 0
 
-    def __call__(self, shots: Sequence[Shot]) -> list[Served]:
+    def __call__(self, shots: Sequence[Shot]) -> list[ServedRequest]:
         self.asked += len(shots)
         streams = [shot for shot in shots if shot.new > 1]
         slower = PREFILL if streams else 1.0
@@ -51,7 +51,7 @@ class Numbers:
                 now += alone * (DECODE if beside else 1.0)
                 trace.emitted(now, 1)
             served[id(shot)] = trace
-        return [Served(served[id(shot)], len(shot.prompt)) for shot in shots]
+        return [ServedRequest(served[id(shot)], len(shot.prompt)) for shot in shots]
 
 
 def test_what_was_added_is_found_again() -> None:
@@ -69,7 +69,7 @@ class Together:
     served: Serving
     asked: int = 0
 
-    def __call__(self, shots: Sequence[Shot]) -> list[Served]:
+    def __call__(self, shots: Sequence[Shot]) -> list[ServedRequest]:
         self.asked += len(shots)
         now, traces = 0.0, [Trace(shot.arrival) for shot in shots]
         while left := [i for i, shot in enumerate(shots) if len(traces[i].tokens) < shot.new]:
@@ -87,7 +87,7 @@ class Together:
             now += COST.seconds(step) + self.served.added(step, sum(not traces[i].tokens for i in there))
             for i in there:
                 traces[i].emitted(now, 1)
-        return [Served(trace, len(shot.prompt)) for trace, shot in zip(traces, shots, strict=True)]
+        return [ServedRequest(trace, len(shot.prompt)) for trace, shot in zip(traces, shots, strict=True)]
 
 
 @pytest.mark.parametrize("served", [Serving(3e-3, 7e-4, 2e-4, 4e-3), Serving(0.0, 0.0, 1e-4, 1e-3), Serving(1e-3)])

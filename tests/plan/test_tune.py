@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from phasewise.bench.drive import Drive, Held
+from phasewise.bench.drive import Drive, HeldKV
 from phasewise.bench.quality import averaged, graded
-from phasewise.bench.settings import DEFAULT, Setting, Trial
+from phasewise.bench.settings import DEFAULT, BenchSetting, SettingTrial
 from phasewise.bench.workloads import Shot
 from phasewise.errors import UserError
 from phasewise.plan.candidates import changes_answers, pairs, singles
@@ -27,16 +27,16 @@ LOSS = {INT8: 0.001, SNAPKV: 0.002, UNIFIED: 0.2, QUEST: 0.0}
 
 
 def verbs_of(name: str) -> dict[str, str]:
-    return Setting.parse(name).verbs
+    return BenchSetting.parse(name).verbs
 
 
 @dataclass
 class Track:
     """A race whose runners take the time that SPEED says; pairs are as fast as both together."""
 
-    settings: Sequence[Setting]
+    settings: Sequence[BenchSetting]
     refused: dict[str, str] = field(default_factory=dict)
-    trials: list[Trial] = field(default_factory=list)
+    trials: list[SettingTrial] = field(default_factory=list)
 
     def run(self, rounds: int, shots: Callable[[int], list[Shot]]) -> Iterator[int]:
         for number in range(rounds):
@@ -53,7 +53,7 @@ class Track:
                 request.left = Left("finished", "length")
                 seconds = (1 + shot.new) / speed  # rounds differ, the ratio does not
                 self.trials.append(
-                    Trial(name, number, Drive(seconds, Counters(emitted=4), 9, [request], [Held(70, 80)]), 1.0)
+                    SettingTrial(name, number, Drive(seconds, Counters(emitted=4), 9, [request], [HeldKV(70, 80)]), 1.0)
                 )
                 yield len(self.trials)
 
@@ -67,7 +67,7 @@ class Bench:
         self.weighed: list[tuple[str, int, int]] = []
         self.rounds: list[int] = []
 
-    def race(self, settings: Sequence[Setting]) -> Track:
+    def race(self, settings: Sequence[BenchSetting]) -> Track:
         self.raced.append([one.name for one in settings])
         return Track(settings)
 
@@ -84,7 +84,7 @@ class Bench:
 
     def tune(self, names: Sequence[str], limit: float = 0.01) -> tuple[list[Candidate], Tuner]:
         tuner = Tuner(self.race, self.shots, self.weigh, limit)
-        return tuner.run([Setting.parse(name) for name in names], Budget()), tuner
+        return tuner.run([BenchSetting.parse(name) for name in names], Budget()), tuner
 
 
 def test_the_fastest_that_is_allowed_wins_and_pairs_are_tried() -> None:
@@ -104,7 +104,7 @@ def test_exact_recipes_are_never_weighed_and_finalists_by_other_examples() -> No
     bench = Bench()
     found, tuner = bench.tune([LOOKUP, RECYCLING, SNAPKV])
     assert {name for name, _, _ in bench.weighed} == {
-        name for name in tuner.candidates if changes_answers(Setting.parse(name))
+        name for name in tuner.candidates if changes_answers(BenchSetting.parse(name))
     }
     last = [seed for _, _, seed in bench.weighed]
     assert last == sorted(last) and set(last) == set(SEEDS)
@@ -125,7 +125,9 @@ def test_an_interval_that_crosses_the_limit_is_never_chosen(mean: float) -> None
 
 def test_what_is_not_certainly_faster_comes_after_the_default() -> None:
     def one(name: str, speed: float, low: float, lossy: bool = False) -> Candidate:
-        return Candidate(Setting.parse(name) if name != DEFAULT else Setting(DEFAULT), lossy, speed, (low, speed + 0.1))
+        return Candidate(
+            BenchSetting.parse(name) if name != DEFAULT else BenchSetting(DEFAULT), lossy, speed, (low, speed + 0.1)
+        )
 
     found = [
         one(LOOKUP, 1.3, 0.9),
@@ -134,12 +136,12 @@ def test_what_is_not_certainly_faster_comes_after_the_default() -> None:
         one(SNAPKV, 9.0, 8.0, lossy=True),
     ]
     assert [each.name for each in ranked(found, 0.01)] == [RECYCLING, DEFAULT, LOOKUP, SNAPKV]
-    assert ranked([found[0], Candidate(Setting(DEFAULT), False)], 0.01)[0].name == DEFAULT
+    assert ranked([found[0], Candidate(BenchSetting(DEFAULT), False)], 0.01)[0].name == DEFAULT
 
 
 def test_the_front_is_that_of_all_pairs() -> None:
     def one(name: str, speed: float, loss: float, kv: float) -> Candidate:
-        return Candidate(Setting(name), True, speed, None, kv, [Loss("code", loss, loss, loss, 9)])
+        return Candidate(BenchSetting(name), True, speed, None, kv, [Loss("code", loss, loss, loss, 9)])
 
     some = [
         one("a", 2.0, 0.1, 50),
@@ -157,7 +159,7 @@ def test_the_front_is_that_of_all_pairs() -> None:
 
 
 def test_pairs_join_different_verbs_once() -> None:
-    some = [Setting.parse(name) for name in (LOOKUP, RECYCLING, INT8, SNAPKV)]
+    some = [BenchSetting.parse(name) for name in (LOOKUP, RECYCLING, INT8, SNAPKV)]
     names = {one.name for one in pairs(some, some)}
     assert len(names) == 5 and all(len(name.split()) == 2 for name in names)
     assert pairs(some, [*some, *pairs(some, some)]) == []
@@ -198,7 +200,7 @@ def test_the_estimate_counts_what_is_done(names: list[str]) -> None:
     bench = Bench({}, spread=0.0)
     runs: list[Track] = []
     tuner = Tuner(lambda some: runs.append(bench.race(some)) or runs[-1], bench.shots, bench.weigh, 0.01)
-    settings = [Setting.parse(name) for name in names]
+    settings = [BenchSetting.parse(name) for name in names]
     tuner.run(settings, Budget())
     done = sum(len(run.trials) for run in runs)
     judged = sum(examples for _, examples, _ in bench.weighed)
@@ -208,7 +210,7 @@ def test_the_estimate_counts_what_is_done(names: list[str]) -> None:
 
 
 def test_a_time_is_kept_by_cutting_examples_then_rounds_then_requests() -> None:
-    some = [Setting.parse(name) for name in (LOOKUP, RECYCLING, SNAPKV)]
+    some = [BenchSetting.parse(name) for name in (LOOKUP, RECYCLING, SNAPKV)]
     whole = fitted(some, Pace(8, run=1.0, example=1.0), Budget(), 1e9)
     assert (whole.requests, whole.budget.final) == (8, (5, 50))
     fewer = fitted(some, Pace(8, run=1.0, example=1.0), Budget(), 180.0)

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from phasewise.bench.goodput import Point, Target
-from phasewise.bench.latency import Served, summary
+from phasewise.bench.goodput import GoodputPoint, Target
+from phasewise.bench.latency import ServedRequest, summary
 from phasewise.bench.recording import stamps
 from phasewise.errors import UserError
-from phasewise.report.gantt import Bar, packed, stays
-from phasewise.report.lives import Span
+from phasewise.report.gantt import GanttBar, packed, stays
+from phasewise.report.lives import LifeSpan
 from phasewise.report.page import page
 from phasewise.report.runs import read
 from phasewise.request.params import SLO
@@ -26,17 +26,17 @@ MACHINE = {"cpu": "a <processor>", "cores": 2, "torch": "2"}
 VOID = {"meta", "link", "br", "use", "path"}
 
 
-def served(count: int, at_once: int = 1) -> list[Served]:
+def served(count: int, at_once: int = 1) -> list[ServedRequest]:
     found = []
     for number in range(count):
         trace = Trace(0.1 * number)
         for i in range(5):
             trace.emitted(0.1 * number + 0.2 + 0.01 * i, at_once if i else 1)
-        found.append(Served(trace, 9, None))
+        found.append(ServedRequest(trace, 9, None))
     return found
 
 
-def load(path: Path, at_once: int = 1, events: bool = True, answers: list[Served] | None = None) -> Path:
+def load(path: Path, at_once: int = 1, events: bool = True, answers: list[ServedRequest] | None = None) -> Path:
     """As `bench load --record` writes it."""
     answers = answers or served(6, at_once)
     command = f"phasewise bench load --record {path.name} '<b>'"
@@ -65,7 +65,7 @@ def goodput(path: Path) -> Path:
     targets = [Target.parse("tight=500/60")]
     rows = [
         {"bench": "goodput", "command": "phasewise bench goodput", "model": "m", "machine": MACHINE,
-         **Point("a", rate, served(4)).row(targets), "targets": {"tight": "here"}}
+         **GoodputPoint("a", rate, served(4)).row(targets), "targets": {"tight": "here"}}
         for rate in (1.0, 2.0)
     ]  # fmt: skip
     path.write_text("".join(json.dumps(each) + "\n" for each in rows))
@@ -141,8 +141,8 @@ def test_every_bar_stands_with_its_request_and_with_its_worker(tmp_path: Path) -
 
 
 def test_stays_are_packed_without_overlap() -> None:
-    def bar(number: int, nth: int, start: float, end: float, worker: str) -> Bar:
-        return Bar(number, nth, Span("decode", start, end, worker))
+    def bar(number: int, nth: int, start: float, end: float, worker: str) -> GanttBar:
+        return GanttBar(number, nth, LifeSpan("decode", start, end, worker))
 
     one = [bar(1, 0, 0, 2, "a"), bar(1, 1, 2, 3, "a"), bar(1, 2, 3, 4, "b"), bar(1, 3, 4, 6, "a")]
     two, three = [bar(2, 0, 1, 5, "a")], [bar(3, 0, 5, 6, "a")]
@@ -160,7 +160,7 @@ def test_a_load_without_events_shows_what_the_client_saw(tmp_path: Path) -> None
 
 def test_answers_that_came_at_once_have_no_gaps(tmp_path: Path) -> None:
     """As a client sees them that is slower than the server."""
-    answers = [Served(Trace(0.1 * number), 9, None) for number in range(3)]
+    answers = [ServedRequest(Trace(0.1 * number), 9, None) for number in range(3)]
     for number, one in enumerate(answers):
         one.trace.emitted(0.1 * number + 0.2, 6)
     text = page("t", read([load(tmp_path / "one.jsonl", answers=answers)]))
@@ -170,7 +170,7 @@ def test_answers_that_came_at_once_have_no_gaps(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_a_load_of_which_everything_failed_still_has_its_page(tmp_path: Path) -> None:
-    answers = [Served(Trace(0.1 * number), 9, "HTTP 500") for number in range(3)]
+    answers = [ServedRequest(Trace(0.1 * number), 9, "HTTP 500") for number in range(3)]
     text = page("t", read([load(tmp_path / "one.jsonl", answers=answers)]))
     assert "Who waited how long" in check(text) and "3 requests, 3 failed" in text
 

@@ -52,9 +52,9 @@ from phasewise.reproduce.controls import (
 )
 from phasewise.reproduce.heads import OtherHeads
 from phasewise.reproduce.lines import RandomLines
-from phasewise.reproduce.play import Entry, Run, play
+from phasewise.reproduce.play import LoadEntry, PlayedRun, play
 from phasewise.reproduce.selected import RandomBlocks, RandomChunks, RandomKept, RandomPages, RandomPicks, RandomTokens
-from phasewise.reproduce.shuffled import Shuffled
+from phasewise.reproduce.shuffled import PermutedClasses
 from phasewise.reproduce.systems.augment import RandomLatents, any_way
 from phasewise.reproduce.systems.pie import Unturned
 from phasewise.request.counters import Counters
@@ -62,14 +62,16 @@ from phasewise.verbs.host import Host
 from tests import tiny
 
 
-def run(entries: list[Entry], of: Model | None = None, verbs: dict[str, str] | None = None, **objects: Any) -> Run:
+def run(
+    entries: list[LoadEntry], of: Model | None = None, verbs: dict[str, str] | None = None, **objects: Any
+) -> PlayedRun:
     limits = Limits(64 << 20, prefix_cache=False)
     engine = Builder(of or tiny.model(), {**parse(verbs or {}), **objects}, limits, load=tiny.load).build()
     return play(engine, entries)
 
 
-def lone(prompt: int, new: int) -> list[Entry]:
-    return [Entry(tiny.prompts(prompt)[0], new)]
+def lone(prompt: int, new: int) -> list[LoadEntry]:
+    return [LoadEntry(tiny.prompts(prompt)[0], new)]
 
 
 def test_random_rows_hold_and_read_as_much_as_snapkv_but_others() -> None:
@@ -223,12 +225,12 @@ def test_random_picks_read_as_many_rows_as_tidal() -> None:
 @pytest.mark.thorough
 def test_shuffled_rows_take_as_many_bytes_as_zipcaches_but_others() -> None:
     entries, zipcache = lone(150, 30), ZipCache(gap=8, important=0.5)
-    ranked, drawn = run(entries, store=zipcache), run(entries, store=Shuffled(zipcache))
+    ranked, drawn = run(entries, store=zipcache), run(entries, store=PermutedClasses(zipcache))
     assert [(s.kv, s.read) for s in drawn.steps] == [(s.kv, s.read) for s in ranked.steps]
     assert run(entries).outs != drawn.outs != ranked.outs
-    assert run(entries, store=Shuffled(zipcache)).outs == drawn.outs
+    assert run(entries, store=PermutedClasses(zipcache)).outs == drawn.outs
     alike = ZipCache(gap=8, low=4)
-    assert run(entries, store=Shuffled(alike)).outs == run(entries, store=alike).outs, "all in one class"
+    assert run(entries, store=PermutedClasses(alike)).outs == run(entries, store=alike).outs, "all in one class"
 
 
 @pytest.mark.thorough
@@ -247,7 +249,7 @@ def test_wrong_stores_take_as_many_bytes_and_give_other_tokens(method: Any, cont
 def test_the_other_way_costs_what_zero_tuning_does() -> None:
     """As many bytes, no more rows; every factor is turned over, and where there are none, nothing is."""
     method, pocket = ZeroTuning(), load_model("pocket")
-    entries = [Entry([7 + 13 * i % 4000 for i in range(60)], 12)]
+    entries = [LoadEntry([7 + 13 * i % 4000 for i in range(60)], 12)]
     tuned, other = run(entries, pocket, attend=method), run(entries, pocket, attend=OtherWay())
     assert [(s.rows, s.kv, s.read) for s in other.steps] == [(s.rows, s.kv, s.read) for s in tuned.steps]
     host = Host(pocket, None, Counters(), None, None)  # type: ignore[arg-type]
@@ -260,8 +262,8 @@ def test_rows_that_are_not_turned_are_as_many() -> None:
     text, new = tiny.prompts(120, 9)
     method = Pie(least=8)
 
-    def both(after: list[int], decode: Any) -> Run:
-        return run([Entry(text, 1), Entry(after, 12, after=1, edits=0)], decode=decode)
+    def both(after: list[int], decode: Any) -> PlayedRun:
+        return run([LoadEntry(text, 1), LoadEntry(after, 12, after=1, edits=0)], decode=decode)
 
     longer, same = text[:40] + new + text[44:], text[:40] + new + text[49:]
     turned, not_turned = (both(longer, decode) for decode in (method, Unturned(method)))
@@ -279,7 +281,7 @@ def test_random_guesses_change_no_token_and_are_hardly_ever_right() -> None:
 
 
 def test_one_chunk_leaves_room_that_others_want() -> None:
-    entries = [Entry(prompt, 4) for prompt in tiny.prompts(10, 10, 10)]
+    entries = [LoadEntry(prompt, 4) for prompt in tiny.prompts(10, 10, 10)]
     apart = run(entries, schedule=OneChunk(16))
     assert [step.rows for step in apart.steps[:3]] == [10, 11, 12]
     assert apart.outs == run(entries).outs
@@ -304,7 +306,7 @@ def test_other_layers_are_as_many() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize(("steps", "same"), [(127, True), (1, False)])
 def test_coarse_is_the_coder_with_so_many_steps(steps: int, same: bool) -> None:
-    entries = [Entry(prompt, 8) for prompt in tiny.prompts(40, 70)]
+    entries = [LoadEntry(prompt, 8) for prompt in tiny.prompts(40, 70)]
     apart = {"place": "disaggregated"}
     fine = run(entries, verbs={**apart, "store": "cachegen:level=1"})
     coarse = run(entries, verbs=apart, store=Coarse(steps))

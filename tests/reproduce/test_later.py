@@ -58,7 +58,7 @@ def test_loopserve_over_kept_rows_must_answer_more_than_two(monkeypatch: pytest.
 
 
 def graded(how: str, grades: list[float]) -> Any:
-    return grades if how == "seconds" else conversations.Turns(grades)
+    return grades if how == "seconds" else conversations.SecondQuestions(grades)
 
 
 def test_a_second_question_runs_what_is_new_where_the_first_ones_rows_are_taken() -> None:

@@ -13,8 +13,8 @@ from phasewise.model.model import Model
 from phasewise.model.widen import widen
 from phasewise.reproduce import models
 from phasewise.reproduce.models import Shelf
-from phasewise.reproduce.play import Entry, Run, play
-from phasewise.reproduce.workload import Asked
+from phasewise.reproduce.play import LoadEntry, PlayedRun, play
+from phasewise.reproduce.workload import PromptSource
 from tests import tiny
 
 
@@ -23,8 +23,8 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
     return Shelf(tmp_path_factory.mktemp("models"))
 
 
-def said(model: Model, prompt: list[int]) -> Run:
-    return play(tiny.engine(of=model, prefix_cache=False), [Entry(prompt, 24)])
+def said(model: Model, prompt: list[int]) -> PlayedRun:
+    return play(tiny.engine(of=model, prefix_cache=False), [LoadEntry(prompt, 24)])
 
 
 def test_a_widened_checkpoint_says_the_same_at_another_price(tmp_path: Path) -> None:
@@ -37,7 +37,7 @@ def test_a_widened_checkpoint_says_the_same_at_another_price(tmp_path: Path) -> 
 
 
 def test_the_widened_draft_is_the_draft_in_bfloat16_too(shelf: Shelf) -> None:
-    prompt = Asked(4096, 0, False).code(48)
+    prompt = PromptSource(4096, 0, False).code(48)
     wide, narrow = (said(Model.load(shelf.path(name)), prompt) for name in ("pocket-draft-wide", "pocket-draft"))
     assert wide.outs == narrow.outs and len(set(narrow.outs[0])) > 3
 
@@ -48,7 +48,7 @@ def test_random_models_load_and_are_made_once(shelf: Shelf, name: str) -> None:
     made = (path / "model.safetensors").stat().st_mtime_ns
     model = Model.load(shelf.path(name))
     assert (path / "model.safetensors").stat().st_mtime_ns == made
-    run = play(tiny.engine(of=model, prefix_cache=False), [Entry(tiny.prompts(20)[0], 4)])
+    run = play(tiny.engine(of=model, prefix_cache=False), [LoadEntry(tiny.prompts(20)[0], 4)])
     assert len(run.outs[0]) == 4
     assert bool(run.work.expert_loads) == (name == "tiny-experts")
 
@@ -67,6 +67,6 @@ def test_heads_are_joined_in_three_ways(shelf: Shelf, monkeypatch: pytest.Monkey
     made = {by: Model.load(shelf.path(f"pocket-1kv-{by}")) for by in ("caches", "weights", "mean")}
     config = Model.load(shelf.path("pocket")).config
     assert all(model.config == replace(config, kv_heads=1) for model in made.values())
-    prompt = Asked(4096, 0, False).code(48)
+    prompt = PromptSource(4096, 0, False).code(48)
     outs = [said(model, prompt).outs[0] for model in made.values()]
     assert len(set(map(tuple, outs))) == 3

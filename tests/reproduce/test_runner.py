@@ -11,11 +11,22 @@ import pytest
 from phasewise.reproduce import index, loads
 from phasewise.reproduce.lab import Lab, Scale
 from phasewise.reproduce.page import document
-from phasewise.reproduce.play import Entry, Run
+from phasewise.reproduce.play import LoadEntry, PlayedRun
 from phasewise.reproduce.report import Report
 from phasewise.reproduce.runner import complete, reproduce, settled, stages, timed
-from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Quality, Saving, Setting, System, Timing, Tried
-from phasewise.reproduce.workload import Asked
+from phasewise.reproduce.system import (
+    Attempt,
+    AttemptOutcome,
+    Case,
+    Counter,
+    Paper,
+    Quality,
+    Saving,
+    Setting,
+    System,
+    Timing,
+)
+from phasewise.reproduce.workload import PromptSource
 
 SMALL = Scale(examples=6, rounds=1, time=False)
 
@@ -34,7 +45,7 @@ def clocked(lab: Lab) -> Iterator[Lab]:
     lab.scale = SMALL
 
 
-def passes(case: Case, run: Run) -> float:
+def passes(case: Case, run: PlayedRun) -> float:
     return run.work.forwards / run.work.emitted
 
 
@@ -93,9 +104,9 @@ def test_bounds(lab: Lab, bound: str, passed: bool) -> None:
 
 
 def test_an_attempt_that_is_refused_has_failed_and_says_why(lab: Lab) -> None:
-    def long(lab: Lab) -> Tried:
+    def long(lab: Lab) -> AttemptOutcome:
         lab.play(Setting(), loads.lone(3000, 1)(replace(lab.asked("pocket"), quick=False)), "pocket")
-        return Tried(True, "done")
+        return AttemptOutcome(True, "done")
 
     system = replace(GUESSING, attempts=(Attempt("claim", "a long text", "done", long),))
     (check,) = (c for c in reproduce("guessing", system, lab).checks if c.name == "a long text")
@@ -103,7 +114,7 @@ def test_an_attempt_that_is_refused_has_failed_and_says_why(lab: Lab) -> None:
 
 
 def test_what_cannot_run_is_not_here_and_says_why(lab: Lab) -> None:
-    long = replace(GUESSING, load=lambda asked: [Entry(asked.code(2500), 4)])
+    long = replace(GUESSING, load=lambda asked: [LoadEntry(asked.code(2500), 4)])
     report = reproduce("guessing", long, lab)
     assert report.verdict.word == "not here" and "context is 2048" in report.verdict.reasons[0]
 
@@ -157,7 +168,7 @@ def test_times_are_taken_later(clocked: Lab) -> None:
     assert settled(before, SMALL) and complete(before, SMALL) and not before.speeds
     clocked.scale = replace(SMALL, time=True, rounds=2)
     assert settled(before, clocked.scale) and not complete(before, clocked.scale)
-    broken = replace(system, load=lambda asked: [Entry(asked.code(2500), 4)])
+    broken = replace(system, load=lambda asked: [LoadEntry(asked.code(2500), 4)])
     for report in (before, timed_at_once):
         after = timed(report, broken, clocked)
         assert complete(after, clocked.scale) and [speed.faster.n for speed in after.speeds] == [2]
@@ -169,7 +180,7 @@ def test_times_are_taken_later(clocked: Lab) -> None:
 def test_other_examples_and_what_did_not_run_are_measured_again(lab: Lab) -> None:
     report = reproduce("guessing", GUESSING, lab)
     assert complete(report, SMALL) and not settled(report, replace(SMALL, seed=SMALL.seed + 1))
-    long = replace(GUESSING, load=lambda asked: [Entry(asked.code(2500), 4)])
+    long = replace(GUESSING, load=lambda asked: [LoadEntry(asked.code(2500), 4)])
     assert not settled(reproduce("guessing", long, lab), SMALL)
 
 
@@ -185,5 +196,5 @@ def test_a_report_comes_back_from_json_and_reads_the_same(clocked: Lab) -> None:
 
 def test_seeds_ask_something_else_and_one_seed_the_same() -> None:
     load = index.system("prompt_lookup").load
-    asked = [[entry.prompt for entry in load(Asked(4096, seed, quick=True))] for seed in (0, 0, 1)]
+    asked = [[entry.prompt for entry in load(PromptSource(4096, seed, quick=True))] for seed in (0, 0, 1)]
     assert asked[0] == asked[1] != asked[2]

@@ -24,10 +24,10 @@ from phasewise.llm import LLM
 from phasewise.request.request import Request
 from phasewise.serve import server
 from phasewise.serve.app import run
-from phasewise.serve.guard.policy import Caps, Policy
+from phasewise.serve.guard.policy import Caps, ServePolicy
 from tests.serve.playing import playing
 
-POLICIES = tuple(field.name for field in fields(Policy))
+POLICIES = tuple(field.name for field in fields(ServePolicy))
 
 
 def faulty(llm: LLM, pause: float = 0.0, poison: int = -1, break_at: int = -1, plays: bool = False) -> LLM:
@@ -62,7 +62,7 @@ def main(model: str, text: str) -> None:
     verbs, recipes = options.pop("verbs", {}), options.pop("recipes", {})
     rules = {name: options.pop(name) for name in POLICIES if name in options}
     kinds = {"keys": Path, "caps": lambda given: Caps(**given), "tls": lambda given: tuple(map(Path, given))}
-    policy = Policy(**{name: kinds.get(name, lambda same: same)(value) for name, value in rules.items()})
+    policy = ServePolicy(**{name: kinds.get(name, lambda same: same)(value) for name, value in rules.items()})
     server.PATIENCE = faults.pop("patience", server.PATIENCE)
     try:
         run(

@@ -14,7 +14,7 @@ from phasewise import __version__
 from phasewise.llm import LLM
 from phasewise.serve.about import TokenizeAsk
 from phasewise.serve.completions.schema import CompletionAsk
-from phasewise.serve.guard.policy import Policy
+from phasewise.serve.guard.policy import ServePolicy
 from phasewise.serve.service import Service
 from tests.serve.running import PATIENCE, Server
 from tests.serve.tiny_chat import CONTEXT, TEMPLATE, VOCAB, chat_checkpoint
@@ -109,7 +109,7 @@ def test_a_failed_engine_is_neither() -> None:
 def test_a_server_that_shuts_down_lives_but_is_not_ready(llm: LLM) -> None:
     import asyncio
 
-    service = Service(llm, "tiny", Policy(queue=1))
+    service = Service(llm, "tiny", ServePolicy(queue=1))
     service.close()
     gets = dict(service.gets)
     assert asyncio.run(gets["/health/live"]()).status_code == 200
@@ -127,7 +127,7 @@ def test_special_tokens_around_a_prompt(tmp_path: Path) -> None:
         "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
     }  # fmt: skip
     path.write_text(json.dumps(tokenizer))
-    service = Service(LLM(str(tmp_path / "begins")), "tiny", Policy(queue=1))
+    service = Service(LLM(str(tmp_path / "begins")), "tiny", ServePolicy(queue=1))
     plain = service.llm.tokenizer.encode(PROMPT, False)
     for flag, ids in ((None, [1, *plain]), (True, [1, *plain]), (False, plain)):
         assert service._about._encode(TokenizeAsk(prompt=PROMPT, add_special_tokens=flag)) == ids

@@ -14,7 +14,7 @@ import pytest
 
 from phasewise.llm import LLM
 from phasewise.request.params import Params
-from phasewise.serve.completions.earlier import NOBODY, REMEMBERED, Earlier
+from phasewise.serve.completions.conversation_index import NOBODY, REMEMBERED, ConversationIndex
 from tests.serve.running import PATIENCE, Server
 from tests.serve.tiny_chat import CONTEXT, chat_checkpoint
 
@@ -246,7 +246,7 @@ def test_rows_that_a_method_adds_are_told_and_never_counted() -> None:
 
 
 def test_what_is_remembered_has_a_bound() -> None:
-    earlier = Earlier(3)
+    earlier = ConversationIndex(3)
     for at in range(5):
         earlier.note(f"cmpl-{at}", [])
     assert len(earlier._known) == 3 and earlier.request("cmpl-4") == NOBODY == earlier.request("cmpl-0")

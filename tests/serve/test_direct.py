@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from phasewise.serve.bell import Bell
+from phasewise.serve.notifier import Notifier
 from tests.serve.running import PATIENCE, Server
 
 LONG: dict[str, Any] = {"model": "tiny", "prompt": "the fox", "temperature": 0, "ignore_eos": True, "stream": True}
@@ -101,7 +101,7 @@ def test_a_slow_reader_gets_everything_in_order(server: Server) -> None:
 
 def test_a_bell_wakes_one_task_or_is_heard_at_once() -> None:
     async def main() -> None:
-        bell, heard = Bell(), list[str]()
+        bell, heard = Notifier(), list[str]()
         bell.ring()
         await bell.wait()  # rung before
 

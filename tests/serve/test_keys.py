@@ -17,10 +17,10 @@ import pytest
 
 from phasewise.errors import UserError
 from phasewise.request.params import Params
-from phasewise.serve.completions.answer import Order
+from phasewise.serve.completions.answer import GenerationRequest
 from phasewise.serve.failures import ApiError
 from phasewise.serve.guard import keys
-from phasewise.serve.guard.exchange import Exchange
+from phasewise.serve.guard.context import RequestContext
 from phasewise.serve.guard.keys import KeyRing, credentials, new_key, read
 from phasewise.serve.guard.quota import Quota
 from tests.serve.running import PATIENCE, Server, launch
@@ -260,9 +260,9 @@ def test_credentials() -> None:
 
 def test_the_priority_of_a_key_and_of_its_requests(ring: Path) -> None:
     quotas = {name: Quota(key, time.monotonic) for key in read(ring) for name in [key.name]}
-    order = Order([[1, 2]], Params(max_tokens=4, priority=3))
+    order = GenerationRequest([[1, 2]], Params(max_tokens=4, priority=3))
     for name, priority in (("root", 10), ("small", 3)):
-        exchange = Exchange(lambda ended: None, quota=quotas[name])
+        exchange = RequestContext(lambda ended: None, quota=quotas[name])
         assert exchange.within(order, 4, "prompt").params.priority == priority
 
 

@@ -14,8 +14,8 @@ from phasewise.errors import UserError
 from phasewise.request.counters import Counters
 from phasewise.request.params import Params
 from phasewise.request.request import Left, Request
-from phasewise.serve.bell import Bell
-from phasewise.serve.loop import EngineLoop, Feed, Full, Unavailable
+from phasewise.serve.loop import EngineLoop, Full, OutputStream, Unavailable
+from phasewise.serve.notifier import Notifier
 
 
 class Numbers:
@@ -72,11 +72,11 @@ class Numbers:
         return progressed
 
 
-def feeds(*sizes: int, partial: bool = True, first: int = 0) -> list[Feed]:
-    return [Feed(Request([first], Params(max_tokens=size)), Bell(), partial) for size in sizes]
+def feeds(*sizes: int, partial: bool = True, first: int = 0) -> list[OutputStream]:
+    return [OutputStream(Request([first], Params(max_tokens=size)), Notifier(), partial) for size in sizes]
 
 
-async def ended(some: list[Feed]) -> None:
+async def ended(some: list[OutputStream]) -> None:
     async with asyncio.timeout(10):
         for feed in some:
             while feed.left is None:
@@ -84,10 +84,10 @@ async def ended(some: list[Feed]) -> None:
 
 
 def run(
-    test: Callable[[EngineLoop, Numbers, list[Feed]], Awaitable[Any]], capacity: int = 8
-) -> tuple[Numbers, list[Feed]]:
+    test: Callable[[EngineLoop, Numbers, list[OutputStream]], Awaitable[Any]], capacity: int = 8
+) -> tuple[Numbers, list[OutputStream]]:
     """`test` on a loop of its own; afterwards everything that was accepted has left exactly once."""
-    numbers, gone = Numbers(), list[Feed]()
+    numbers, gone = Numbers(), list[OutputStream]()
 
     async def main() -> None:
         loop = EngineLoop(numbers, capacity, gone.append)  # type: ignore[arg-type]
@@ -105,7 +105,7 @@ def run(
 
 
 def test_only_the_engine_thread_touches_the_engine() -> None:
-    async def test(loop: EngineLoop, numbers: Numbers, gone: list[Feed]) -> None:
+    async def test(loop: EngineLoop, numbers: Numbers, gone: list[OutputStream]) -> None:
         some = feeds(3, 5, 1)
         await loop.add(some)
         await ended(some)
@@ -121,7 +121,7 @@ def test_only_the_engine_thread_touches_the_engine() -> None:
 
 
 def test_one_wake_per_step_for_all_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(loop: EngineLoop, numbers: Numbers, gone: list[Feed]) -> None:
+    async def test(loop: EngineLoop, numbers: Numbers, gone: list[OutputStream]) -> None:
         told = 0
         tell = loop.tell
 
@@ -140,7 +140,7 @@ def test_one_wake_per_step_for_all_streams(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_those_who_want_only_the_end_are_not_woken_before() -> None:
-    async def test(loop: EngineLoop, numbers: Numbers, gone: list[Feed]) -> None:
+    async def test(loop: EngineLoop, numbers: Numbers, gone: list[OutputStream]) -> None:
         whole, part = feeds(5, partial=False)[0], feeds(50)[0]
         numbers.hold.clear()
         await loop.add([whole, part])
@@ -154,7 +154,7 @@ def test_those_who_want_only_the_end_are_not_woken_before() -> None:
 
 
 def test_idle_is_asleep() -> None:
-    async def test(loop: EngineLoop, numbers: Numbers, gone: list[Feed]) -> None:
+    async def test(loop: EngineLoop, numbers: Numbers, gone: list[OutputStream]) -> None:
         some = feeds(3)
         await loop.add(some)
         await ended(some)
@@ -170,7 +170,7 @@ def test_idle_is_asleep() -> None:
 def test_workers_are_looked_after_with_nothing_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("phasewise.serve.loop.WATCH", 0.005)
 
-    async def test(loop: EngineLoop, numbers: Numbers, gone: list[Feed]) -> None:
+    async def test(loop: EngineLoop, numbers: Numbers, gone: list[OutputStream]) -> None:
         numbers.workers = {"decode": 1}
         await loop.snapshot()
         async with asyncio.timeout(10):
@@ -182,7 +182,7 @@ def test_workers_are_looked_after_with_nothing_to_run(monkeypatch: pytest.Monkey
 
 
 def test_all_or_none_are_accepted() -> None:
-    async def test(loop: EngineLoop, numbers: Numbers, gone: list[Feed]) -> None:
+    async def test(loop: EngineLoop, numbers: Numbers, gone: list[OutputStream]) -> None:
         with pytest.raises(UserError, match="refused"):
             await loop.add(feeds(9) + feeds(9, first=-1))
         assert not numbers.running and loop.live == 0
@@ -198,7 +198,7 @@ def test_all_or_none_are_accepted() -> None:
 
 
 def test_the_queue_is_bounded() -> None:
-    async def test(loop: EngineLoop, numbers: Numbers, gone: list[Feed]) -> None:
+    async def test(loop: EngineLoop, numbers: Numbers, gone: list[OutputStream]) -> None:
         numbers.hold.clear()
         some = feeds(5, 5)
         await loop.add(some)
@@ -216,7 +216,7 @@ def test_the_queue_is_bounded() -> None:
 
 
 def test_cancelling_twice_or_too_late_is_harmless() -> None:
-    async def test(loop: EngineLoop, numbers: Numbers, gone: list[Feed]) -> None:
+    async def test(loop: EngineLoop, numbers: Numbers, gone: list[OutputStream]) -> None:
         some = feeds(2, 10_000)
         await loop.add(some)
         await ended(some[:1])
@@ -230,7 +230,7 @@ def test_cancelling_twice_or_too_late_is_harmless() -> None:
 
 
 def test_a_caller_who_gives_up_while_adding_leaves_nothing_behind() -> None:
-    async def test(loop: EngineLoop, numbers: Numbers, gone: list[Feed]) -> None:
+    async def test(loop: EngineLoop, numbers: Numbers, gone: list[OutputStream]) -> None:
         await loop.add(feeds(100_000))
         numbers.hold.clear()
         await asyncio.sleep(0.05)  # a step is under way now, and takes long
@@ -251,7 +251,7 @@ def test_a_caller_who_gives_up_while_adding_leaves_nothing_behind() -> None:
 
 
 def test_a_broken_engine_fails_everybody_and_says_so() -> None:
-    async def test(loop: EngineLoop, numbers: Numbers, gone: list[Feed]) -> None:
+    async def test(loop: EngineLoop, numbers: Numbers, gone: list[OutputStream]) -> None:
         some = feeds(10_000, 10_000)
         await loop.add(some)
         numbers.broken = True
@@ -268,7 +268,7 @@ def test_a_broken_engine_fails_everybody_and_says_so() -> None:
 
 
 def test_one_who_was_being_added_when_it_broke_is_told() -> None:
-    async def test(loop: EngineLoop, numbers: Numbers, gone: list[Feed]) -> None:
+    async def test(loop: EngineLoop, numbers: Numbers, gone: list[OutputStream]) -> None:
         numbers.hold.clear()
         await loop.add(feeds(5))
         assert await asyncio.to_thread(numbers.stepping.wait, 10)
@@ -283,7 +283,7 @@ def test_one_who_was_being_added_when_it_broke_is_told() -> None:
 
 
 def test_snapshots_do_not_wait_for_a_long_step() -> None:
-    async def test(loop: EngineLoop, numbers: Numbers, gone: list[Feed]) -> None:
+    async def test(loop: EngineLoop, numbers: Numbers, gone: list[OutputStream]) -> None:
         first = await loop.snapshot()
         numbers.hold.clear()
         await loop.add(feeds(2))
@@ -299,7 +299,7 @@ def test_snapshots_do_not_wait_for_a_long_step() -> None:
 
 
 def test_nothing_is_accepted_while_stopping() -> None:
-    async def test(loop: EngineLoop, numbers: Numbers, gone: list[Feed]) -> None:
+    async def test(loop: EngineLoop, numbers: Numbers, gone: list[OutputStream]) -> None:
         loop.stopping = True
         with pytest.raises(Unavailable, match="shutting down"):
             await loop.add(feeds(1))

@@ -6,13 +6,13 @@ import pytest
 
 from phasewise.request.request import Left, Request
 from phasewise.request.trace import Trace
-from phasewise.serve.bell import Bell
-from phasewise.serve.loop import Feed, Snapshot
+from phasewise.serve.loop import OutputStream, Snapshot
+from phasewise.serve.notifier import Notifier
 from phasewise.serve.watch.metrics import Metrics
 
 
-def feed(**stamps: float) -> Feed:
-    left = Feed(Request([3]), Bell(), arrived=1.0)
+def feed(**stamps: float) -> OutputStream:
+    left = OutputStream(Request([3]), Notifier(), arrived=1.0)
     left.left, left.trace = Left("finished", "length"), Trace(1.0, admitted=1.0, left=9.0, **stamps)
     return left
 

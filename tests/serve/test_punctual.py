@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from phasewise.serve.failures import ApiError
-from phasewise.serve.guard.punctual import Punctual
+from phasewise.serve.guard.slo_admission import SLOAdmission
 from tests.serve.running import Server
 
 SERVICE, TARGET, SECONDS = 0.1, 2.0, 300.0
@@ -44,7 +44,7 @@ def offered(
     """Times to the first token of those taken, how many were refused, and what these were told to wait, at so many
     times the capacity of `servers` that take SERVICE seconds on average, each for one request at a time."""
     rng, clock = random.Random(seed), Clock()
-    punctual = Punctual(clock)
+    punctual = SLOAdmission(clock)
     free, waits, refused, retries = [0.0] * servers, list[float](), 0, list[float]()
     while clock.now < SECONDS:
         clock.now += rng.expovariate(load * servers / SERVICE)
@@ -80,7 +80,7 @@ def test_below_capacity_nobody_is_refused() -> None:
 
 def test_without_targets_nobody_is_refused_and_a_lone_one_never() -> None:
     clock = Clock()
-    punctual = Punctual(clock)
+    punctual = SLOAdmission(clock)
     for at in range(50):
         clock.now = float(at)
         punctual.admit(None)
@@ -94,7 +94,7 @@ def test_without_targets_nobody_is_refused_and_a_lone_one_never() -> None:
 
 def test_who_leaves_without_a_token_is_ahead_of_nobody() -> None:
     clock = Clock()
-    punctual = Punctual(clock)
+    punctual = SLOAdmission(clock)
     first = One(0.0, clock, token=5.0)
     punctual.took(first)
     clock.now = 5.0
@@ -126,7 +126,7 @@ def test_over_http_with_the_time_to_come_back() -> None:
 
 def test_what_is_not_taken_after_all_is_ahead_of_nobody() -> None:
     clock = Clock(5.0)
-    punctual = Punctual(clock)
+    punctual = SLOAdmission(clock)
     punctual.took(One(0.0, clock, token=5.0))
     with pytest.raises(KeyError), punctual.admitted(One(5.0, clock, token=1e9), 1.0):
         with pytest.raises(ApiError):

@@ -15,7 +15,7 @@ import pytest
 from phasewise.errors import UserError
 from phasewise.llm import LLM
 from phasewise.serve.app import create_app
-from phasewise.serve.guard.policy import Policy
+from phasewise.serve.guard.policy import ServePolicy
 from tests.serve.running import PATIENCE, Server
 from tests.serve.tiny_chat import VOCAB, chat_checkpoint, write_tokenizer
 from tests.tiny import write_checkpoint
@@ -109,6 +109,6 @@ def test_not_with_workers() -> None:
     llm = LLM(str(chat_checkpoint()), place="disaggregated")
     try:
         with pytest.raises(UserError, match="--sleep-after is for a model in one process"):
-            create_app(llm, policy=Policy(sleep_after=1.0))
+            create_app(llm, policy=ServePolicy(sleep_after=1.0))
     finally:
         llm.close()

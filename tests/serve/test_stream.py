@@ -11,10 +11,10 @@ import pytest
 
 from phasewise.llm import LLM
 from phasewise.request.params import Params
-from phasewise.serve.completions.answer import Answer, Order
+from phasewise.serve.completions.answer import Answer, GenerationRequest
 from phasewise.serve.completions.schema import GREEDY_BELOW, CompletionAsk, read
 from phasewise.serve.completions.stream import EventStream
-from phasewise.serve.completions.wire import CHAT, COMPLETION, Wire
+from phasewise.serve.completions.wire import CHAT, COMPLETION, AnswerWriter
 from phasewise.serve.failures import ApiError
 from phasewise.serve.loop import EngineLoop
 from tests.serve.tiny_chat import chat_checkpoint
@@ -23,7 +23,11 @@ Message = MutableMapping[str, Any]
 
 
 def stream(
-    llm: LLM, order: Order, gates: list[asyncio.Event], wire: Wire, leave: asyncio.Event | None = None
+    llm: LLM,
+    order: GenerationRequest,
+    gates: list[asyncio.Event],
+    wire: AnswerWriter,
+    leave: asyncio.Event | None = None,
 ) -> list[bytes]:
     """The bodies that were sent; the i-th waits for the i-th gate. The client goes away when `leave` is set."""
     bodies: list[bytes] = []
@@ -66,15 +70,17 @@ def events(bodies: list[bytes]) -> list[Any]:
 
 def test_a_client_that_does_not_read_gets_all_it_missed_at_once(llm: LLM) -> None:
     params = Params(max_tokens=50, ignore_eos=True)
-    order = Order([llm.encode("the fox")], params, stream=True)
-    bodies = stream(llm, order, [asyncio.Event()], Wire(COMPLETION, "tiny"))
+    order = GenerationRequest([llm.encode("the fox")], params, stream=True)
+    bodies = stream(llm, order, [asyncio.Event()], AnswerWriter(COMPLETION, "tiny"))
     assert len(bodies) <= 4  # the first tokens, the rest, the end
     assert "".join(event["choices"][0]["text"] for event in events(bodies)) == llm.generate("the fox", params)[0].text
 
 
 def test_one_write_per_step_whatever_the_number_of_choices(llm: LLM) -> None:
-    order = Order([llm.encode("the")], Params(max_tokens=10, ignore_eos=True, temperature=2), n=6, stream=True)
-    bodies = stream(llm, order, [], Wire(CHAT, "tiny"))
+    order = GenerationRequest(
+        [llm.encode("the")], Params(max_tokens=10, ignore_eos=True, temperature=2), n=6, stream=True
+    )
+    bodies = stream(llm, order, [], AnswerWriter(CHAT, "tiny"))
     assert len(bodies) <= 11
     assert {event["choices"][0]["index"] for event in events(bodies)} == set(range(6))
 
@@ -88,18 +94,18 @@ def test_methods_do_not_change_what_is_streamed(llm: LLM, verbs: dict[str, str])
     params, prompts = Params(max_tokens=40, ignore_eos=True), ["the fox the fox the", "dog dog dog", "quick"]
     expected = [output.text for output in llm.generate(prompts, params)]
     other = LLM(str(chat_checkpoint()), **verbs)
-    order = Order([llm.encode(prompt) for prompt in prompts], params, n=2, stream=True)
+    order = GenerationRequest([llm.encode(prompt) for prompt in prompts], params, n=2, stream=True)
     texts = dict.fromkeys(range(6), "")
-    for event in events(stream(other, order, [], Wire(COMPLETION, "tiny"))):
+    for event in events(stream(other, order, [], AnswerWriter(COMPLETION, "tiny"))):
         texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
     assert list(texts.values()) == [text for text in expected for _ in range(2)]
     assert other.engine.idle and other.engine.kv_bytes == other.engine.prefix_bytes
 
 
 def test_a_client_that_leaves_while_writing_is_blocked(llm: LLM) -> None:
-    order = Order([llm.encode("the")], Params(max_tokens=1900, ignore_eos=True), stream=True)
+    order = GenerationRequest([llm.encode("the")], Params(max_tokens=1900, ignore_eos=True), stream=True)
     never = asyncio.Event()
-    bodies = stream(llm, order, [_open(), never], Wire(CHAT, "tiny"), leave=asyncio.Event())
+    bodies = stream(llm, order, [_open(), never], AnswerWriter(CHAT, "tiny"), leave=asyncio.Event())
     assert len(bodies) < 10
     assert llm.engine.idle and llm.engine.kv_bytes == llm.engine.prefix_bytes
 

@@ -12,7 +12,7 @@ from phasewise.request.params import SLO
 from phasewise.serve.completions.answer import Answer
 from phasewise.serve.completions.schema import ChatAsk, CompletionAsk, read
 from phasewise.serve.failures import ApiError
-from phasewise.serve.guard.policy import Policy
+from phasewise.serve.guard.policy import ServePolicy
 from phasewise.serve.service import Service
 from tests.serve.running import Server
 
@@ -45,7 +45,7 @@ def test_a_wrong_target_is_named_with_what_is_allowed() -> None:
 
 
 def test_every_sample_has_the_targets(llm: LLM) -> None:
-    service = Service(llm, "tiny", Policy(queue=4), SLO(tpot=0.1))
+    service = Service(llm, "tiny", ServePolicy(queue=4), SLO(tpot=0.1))
     ask = asked(prompt=["the", "dog"], n=2, slo={"ttft_ms": 200})
     order = service._order(ask, [[5, 6], [7]], "prompt")
     requests = [choice.feed.request for choice in Answer(llm, service.engine, order).choices]

@@ -13,10 +13,10 @@ from fastapi import Request
 
 from phasewise.llm import LLM
 from phasewise.request.params import Params
-from phasewise.serve.bell import Bell
 from phasewise.serve.failures import ApiError
 from phasewise.serve.guard.keys import KeyRing
-from phasewise.serve.loop import EngineLoop, Feed
+from phasewise.serve.loop import EngineLoop, OutputStream
+from phasewise.serve.notifier import Notifier
 from phasewise.serve.watch import events as module
 from phasewise.serve.watch.events import HELD, MOST, Events, Listener
 from phasewise.serve.watch.watcher import Watcher
@@ -36,7 +36,9 @@ async def running(llm: LLM) -> AsyncIterator[EngineLoop]:
 
 async def answered(llm: LLM, engine: EngineLoop) -> None:
     """One request from its beginning to its end."""
-    feed = Feed(llm.request(llm.tokenizer.encode("the quick"), Params(max_tokens=5, ignore_eos=True)), Bell())
+    feed = OutputStream(
+        llm.request(llm.tokenizer.encode("the quick"), Params(max_tokens=5, ignore_eos=True)), Notifier()
+    )
     await engine.add([feed])
     while feed.left is None:
         await feed.bell.wait()

@@ -19,7 +19,7 @@ from phasewise.methods.store._classed import Classed
 from phasewise.methods.store._grouped import Grouped
 from phasewise.methods.store.zipcache import Saliency, ZipCache, probed
 from phasewise.model.model import Model
-from phasewise.reproduce.shuffled import Shuffled
+from phasewise.reproduce.shuffled import PermutedClasses
 from phasewise.request.request import Request
 from phasewise.step.read import Read
 from phasewise.verbs.host import Host
@@ -375,7 +375,7 @@ def off(shuffled: bool) -> float:
     """How far logits are from those of rows as they are, over several prompts."""
     found, method = 0.0, ZipCache(**(KNOBS | {"high": 8}))
     for prompt in tiny.prompts(*range(90, 130, 4)):
-        runtime = (Shuffled(method) if shuffled else method).bind(host(tiny.model()))
+        runtime = (PermutedClasses(method) if shuffled else method).bind(host(tiny.model()))
         one = Walk(tiny.model(), prompt, evict=runtime, codec=method.codec())
         one.feed(prompt)
         got = torch.cat([one.feed([token]) for token in range(5, 15)])

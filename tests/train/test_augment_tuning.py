@@ -21,21 +21,21 @@ from phasewise.model.model import Model
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.train import dense
-from phasewise.train.artefacts import Job
+from phasewise.train.artefacts import ArtefactJob
 from phasewise.train.artefacts import decode_augment as tuning
-from phasewise.train.dense import Dense, Shape
-from phasewise.train.exchanges import Exchange, Exchanges, exchange
+from phasewise.train.dense import DenseDecoder, DenseShape
+from phasewise.train.exchanges import Exchanges, PromptReplyBatch, exchange
 from phasewise.train.lowrank import LowRank
 from phasewise.train.mixture import Mixture, Stage
 from phasewise.train.passes import Pass
-from phasewise.train.trainer import Loss, Recipe, Run, fit
+from phasewise.train.trainer import StepLoss, TrainingRecipe, TrainingRun, fit
 from tests import tiny as engines
 from tests.train import tiny
 
-SHAPE = Shape(2048, 64, 4, 4, 2, 96, head_dim=16, max_position_embeddings=512)
+SHAPE = DenseShape(2048, 64, 4, 4, 2, 96, head_dim=16, max_position_embeddings=512)
 STAGES = (Stage(1.0, 256, 700, code=0.3, long=0.2, copies=0.4, short=48),)
 COUNT = 4
-Batch = tuple[list[Exchange], list[Exchange]]
+Batch = tuple[list[PromptReplyBatch], list[PromptReplyBatch]]
 
 
 @pytest.fixture(scope="module")
@@ -47,14 +47,16 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 recipe = partial(tiny.recipe, stages=STAGES, size=700, warmup=2)
 
 
-def run(base: Path) -> tuple[Dense, Run[LowRank]]:
+def run(base: Path) -> tuple[DenseDecoder, TrainingRun[LowRank]]:
     torch.manual_seed(0)
     twin = dense.load(base).requires_grad_(False)
     return twin, tuning.start(LowRank(Augment(COUNT).artefact(Model.load(base).config).shapes), twin)
 
 
-def tune(twin: Dense, run: Run[LowRank], steps: Recipe, out: Path, saved: object = None) -> list[list[str]]:
-    def loss(stage: Stage, batch: Batch) -> Loss:
+def tune(
+    twin: DenseDecoder, run: TrainingRun[LowRank], steps: TrainingRecipe, out: Path, saved: object = None
+) -> list[list[str]]:
+    def loss(stage: Stage, batch: Batch) -> StepLoss:
         return tuning.ahead_loss(twin, run.model, batch)
 
     fit(run, loss, Exchanges(tiny.mixture()), steps, out, saved)  # type: ignore[arg-type]
@@ -67,7 +69,7 @@ def mean(each: list[Tensor]) -> float:
 
 
 @torch.no_grad()
-def after(twin: Dense, made: LowRank) -> dict[str, float]:
+def after(twin: DenseDecoder, made: LowRank) -> dict[str, float]:
     """The loss of texts not trained on, after their own latents, none, and random ones as long."""
     source, tasks = Exchanges(tiny.mixture(seed=7)).step(0, STAGES[0])
     both = [*source, *tasks]
@@ -103,7 +105,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(base: Path, tmp_path: Path)
     twin, straight = run(base)
     whole = tune(twin, straight, recipe(6), tmp_path / "whole")
 
-    def interrupt(run: Run[LowRank]) -> None:
+    def interrupt(run: TrainingRun[LowRank]) -> None:
         if run.step == 3:
             raise _Interrupted
 
@@ -122,7 +124,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(base: Path, tmp_path: Path)
 def test_the_command_trains_what_the_engine_then_finds(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Job, "mixture", lambda self: Mixture(tiny.tokenizer(), tiny.texts(), self.seed))
+    monkeypatch.setattr(ArtefactJob, "mixture", lambda self: Mixture(tiny.tokenizer(), tiny.texts(), self.seed))
     monkeypatch.setattr(tuning, "STAGES", STAGES)
     out = tmp_path / "run"
     words = ["train", "artefact", "decode.augment:latents=4", "--model", str(base), "--out", str(out)]
@@ -179,11 +181,11 @@ def test_twin_and_engine_give_the_same_log_probabilities(base: Path) -> None:
 def test_soft_rows_are_tokens_embeddings_where_they_are(base: Path) -> None:
     twin = dense.load(base).requires_grad_(False)
     ids = torch.tensor(engines.prompts(20, vocab=2048))
-    block = dense.Block.of(ids, ids)
+    block = dense.TokenBlock.of(ids, ids)
     soft = torch.arange(5, 9), twin.embed_tokens(ids[0, 5:9])
     changed = ids.clone()
     changed[0, 5:9] = 0
     want = twin.hidden([block])
-    assert torch.equal(twin.hidden([dense.Block.of(changed, changed)], Pass(soft=soft)), want)
+    assert torch.equal(twin.hidden([dense.TokenBlock.of(changed, changed)], Pass(soft=soft)), want)
     other = F.normalize(soft[1])
     assert not torch.allclose(twin.hidden([block], Pass(soft=(soft[0], other))), want)

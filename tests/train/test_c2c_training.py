@@ -14,37 +14,37 @@ from torch import Tensor
 
 from phasewise.cli.app import main
 from phasewise.methods.decode.c2c import C2C, fuse
-from phasewise.methods.decode.c2c import Fuser as Serving
+from phasewise.methods.decode.c2c import TrainedFuser as Serving
 from phasewise.model import artefacts
 from phasewise.model.artefacts import Artefact, fingerprint
 from phasewise.model.model import Model
 from phasewise.reproduce.knowers import LARGE, facts, split, taught
 from phasewise.reproduce.knowers import SMALL as SMALL_KNOWER
 from phasewise.train import dense
-from phasewise.train.artefacts import Job, decode_c2c
-from phasewise.train.artefacts.decode_c2c import Fuser, Split, fused, noisy, reply_loss, settled, start
-from phasewise.train.dense import Dense, Shape
-from phasewise.train.exchanges import Exchange
+from phasewise.train.artefacts import ArtefactJob, decode_c2c
+from phasewise.train.artefacts.decode_c2c import C2CSplit, TrainedFuser, fused, noisy, reply_loss, settled, start
+from phasewise.train.dense import DenseDecoder, DenseShape
+from phasewise.train.exchanges import PromptReplyBatch
 from phasewise.train.mixture import Mixture, Stage
 from phasewise.train.passes import Past
-from phasewise.train.trainer import Loss, Recipe, Run, fit, update
+from phasewise.train.trainer import StepLoss, TrainingRecipe, TrainingRun, fit, update
 from tests import tiny as engines
 from tests.train import tiny
 
-BASE = Shape(2048, 64, 4, 4, 2, 96, head_dim=16, max_position_embeddings=512)
-SMALL = Shape(2048, 48, 2, 3, 1, 64, head_dim=16, max_position_embeddings=512)
+BASE = DenseShape(2048, 64, 4, 4, 2, 96, head_dim=16, max_position_embeddings=512)
+SMALL = DenseShape(2048, 48, 2, 3, 1, 64, head_dim=16, max_position_embeddings=512)
 STAGES = (Stage(1.0, 256, 700, code=0.3, long=0.2, copies=0.4, short=48),)
 CLOSE = {"atol": 2e-4, "rtol": 1e-4}
-Batch = tuple[list[Exchange], list[Exchange]]
+Batch = tuple[list[PromptReplyBatch], list[PromptReplyBatch]]
 
 
 @cache
-def folder(shape: Shape) -> Path:
+def folder(shape: DenseShape) -> Path:
     return tiny.lively(shape, Path(mkdtemp(prefix="phasewise-fuser-")) / "model")
 
 
 @cache
-def twins() -> tuple[Dense, Dense]:
+def twins() -> tuple[DenseDecoder, DenseDecoder]:
     base, small = (dense.load(folder(shape)).requires_grad_(False) for shape in (BASE, SMALL))
     return base, small
 
@@ -54,16 +54,16 @@ def declared() -> Artefact:
     return C2C(str(folder(SMALL)), width=24).artefact(base.config, small.config, fingerprint(small))
 
 
-def fresh() -> Run[Fuser]:
+def fresh() -> TrainingRun[TrainedFuser]:
     torch.manual_seed(0)
-    return start(Fuser(declared()))
+    return start(TrainedFuser(declared()))
 
 
 # ---- what is trained is what serves
 @torch.no_grad()
 def test_training_fuses_as_the_engine_does() -> None:
     gen = torch.Generator().manual_seed(0)
-    made, learns = declared(), Fuser(declared())
+    made, learns = declared(), TrainedFuser(declared())
     for name, value in artefacts.random(made, "3").items():
         learns.tensors()[name].copy_(value)
     past = [
@@ -97,7 +97,7 @@ def test_gates_harden_and_follow_their_seed() -> None:
 
 
 def test_prompts_end_before_their_last_token_which_is_read_over_what_was_fused() -> None:
-    source, tasks = Split(tiny.mixture()).step(0, STAGES[0])
+    source, tasks = C2CSplit(tiny.mixture()).step(0, STAGES[0])
     for part in (*source, *tasks):
         assert torch.equal(part.replies.positions[:, 0], part.real.sum(1)), "no gap"
         assert int((part.replies.targets >= 0).sum(1).min()) >= 2
@@ -114,7 +114,7 @@ def moved(past: Past, rows: int) -> Past:
 
 
 @torch.no_grad()
-def right(receiver: Dense, past: list[Past] | None, asked: Exchange) -> float:
+def right(receiver: DenseDecoder, past: list[Past] | None, asked: PromptReplyBatch) -> float:
     """Share of the values that are the most likely ones."""
     from torch.nn import functional as F
 
@@ -133,7 +133,7 @@ def test_a_trained_fuser_lets_the_receiver_say_what_the_sharer_knows() -> None:
     config = [engines.model(layers=layers, hidden=hidden, heads=heads, kv_heads=kv).config
               for layers, hidden, heads, kv in ((3, 64, 4, 2), (3, 48, 3, 3))]  # fmt: skip
     torch.manual_seed(2)
-    run, gen = start(Fuser(C2C("small", width=32).artefact(*config))), torch.Generator().manual_seed(3)
+    run, gen = start(TrainedFuser(C2C("small", width=32).artefact(*config))), torch.Generator().manual_seed(3)
     run.optimizers[0].param_groups[0]["lr"] = 4e-3
     learned, held = OF_SHARER[::2] + OF_SHARER[1::4], OF_SHARER[3::4]
     before = [{name: value.clone() for name, value in twin.state_dict().items()} for twin in (receiver, sharer)]
@@ -160,11 +160,11 @@ def test_a_trained_fuser_lets_the_receiver_say_what_the_sharer_knows() -> None:
 
 
 # ---- the run
-def trained(run: Run[Fuser], recipe: Recipe, out: Path, saved: Any = None) -> list[list[str]]:
-    def loss(stage: Stage, batch: Batch) -> Loss:
+def trained(run: TrainingRun[TrainedFuser], recipe: TrainingRecipe, out: Path, saved: Any = None) -> list[list[str]]:
+    def loss(stage: Stage, batch: Batch) -> StepLoss:
         return reply_loss(*twins(), run.model, noisy(run.model, run.step / 16, 0, run.step), batch)
 
-    fit(run, loss, Split(tiny.mixture()), recipe, out, saved)
+    fit(run, loss, C2CSplit(tiny.mixture()), recipe, out, saved)
     with (out / "losses.csv").open() as file:
         return [row[:5] for row in csv.reader(file)]  # all but the speed
 
@@ -189,7 +189,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(tmp_path: Path) -> None:
     straight = fresh()
     whole = trained(straight, tiny.recipe(6, stages=STAGES, size=700, warmup=2), tmp_path / "whole")
 
-    def interrupt(run: Run[Fuser]) -> None:
+    def interrupt(run: TrainingRun[TrainedFuser]) -> None:
         if run.step == 3:
             raise _Interrupted
 
@@ -206,7 +206,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(tmp_path: Path) -> None:
 def test_the_command_trains_what_the_engine_then_finds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Job, "mixture", lambda self: Mixture(tiny.tokenizer(), tiny.texts(), self.seed))
+    monkeypatch.setattr(ArtefactJob, "mixture", lambda self: Mixture(tiny.tokenizer(), tiny.texts(), self.seed))
     monkeypatch.setattr(decode_c2c, "STAGES", STAGES)
     kind = f"decode.c2c:sharer={folder(SMALL)},width=24"
     words = ["train", "artefact", kind, "--model", str(folder(BASE)), "--out", str(tmp_path), "--tokens", "1400"]

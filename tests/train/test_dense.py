@@ -12,18 +12,18 @@ from transformers import LlamaConfig
 
 from phasewise.errors import UserError
 from phasewise.train import dense
-from phasewise.train.dense import Block, Dense, Shape
+from phasewise.train.dense import DenseDecoder, DenseShape, TokenBlock
 from phasewise.train.pocket import SHAPES
 from tests.gguf.writer import Conversion
 from tests.model.families import SIZES
 from tests.model.reference import save_random
 
-SMALL = Shape(300, 48, 3, 4, 2, 80, head_dim=16, max_position_embeddings=128)
+SMALL = DenseShape(300, 48, 3, 4, 2, 80, head_dim=16, max_position_embeddings=128)
 
 
-def awake(shape: Shape) -> Dense:
+def awake(shape: DenseShape) -> DenseDecoder:
     """A model whose layers all do something: fresh ones start as the identity."""
-    model = Dense(shape)
+    model = DenseDecoder(shape)
     for layer in model.layers:
         for matrix in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):  # type: ignore[union-attr]
             torch.nn.init.normal_(matrix, std=0.1)  # type: ignore[arg-type]
@@ -31,7 +31,7 @@ def awake(shape: Shape) -> Dense:
 
 
 @pytest.mark.parametrize("shape", [SMALL, SHAPES["draft"]])
-def test_equals_transformers_on_the_exported_checkpoint(shape: Shape, tmp_path: Path) -> None:
+def test_equals_transformers_on_the_exported_checkpoint(shape: DenseShape, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     dense.save(awake(shape), tmp_path, [1])
@@ -46,7 +46,7 @@ def test_equals_transformers_on_the_exported_checkpoint(shape: Shape, tmp_path: 
 
 
 def test_load_returns_what_save_wrote(tmp_path: Path) -> None:
-    model = Dense(SMALL)
+    model = DenseDecoder(SMALL)
     dense.save(model, tmp_path, [1, 2])
     again = dense.load(tmp_path)
     assert again.shape == SMALL
@@ -87,8 +87,8 @@ def test_right_padding_does_not_change_the_loss() -> None:
     targets = torch.full_like(padded, -1)
     targets[:, 4:19] = padded[:, 5:20]
     with torch.no_grad():
-        (alone,) = dense.losses(model, [Block.of(ids, targets[:, :20])])
-        (beside,) = dense.losses(model, [Block.of(padded, targets)])
+        (alone,) = dense.losses(model, [TokenBlock.of(ids, targets[:, :20])])
+        (beside,) = dense.losses(model, [TokenBlock.of(padded, targets)])
     assert len(alone) == len(beside) == 15
     torch.testing.assert_close(alone, beside)
 
@@ -99,7 +99,7 @@ def test_losses_are_the_cross_entropies_of_the_chosen_targets_block_by_block() -
     for rows, length in ((3, 12), (1, 30), (2, dense.SHORT + 3)):  # the last one takes the fused kernel
         targets = torch.randint(0, 300, (rows, length))
         targets[0, 2:5] = -1
-        blocks.append(Block.of(torch.randint(0, 300, (rows, length)), targets))
+        blocks.append(TokenBlock.of(torch.randint(0, 300, (rows, length)), targets))
     with torch.no_grad():
         together = dense.losses(model, blocks)
         for block, each in zip(blocks, together, strict=True):
@@ -110,7 +110,7 @@ def test_losses_are_the_cross_entropies_of_the_chosen_targets_block_by_block() -
 
 def test_only_differences_of_positions_matter_and_gaps_do() -> None:
     model = awake(SMALL)
-    block = Block.of(torch.randint(0, 300, (2, 16)), torch.randint(0, 300, (2, 16)))
+    block = TokenBlock.of(torch.randint(0, 300, (2, 16)), torch.randint(0, 300, (2, 16)))
     with torch.no_grad():
         (plain,) = dense.losses(model, [block])
         (later,) = dense.losses(model, [block._replace(positions=block.positions + 40)])
@@ -122,11 +122,11 @@ def test_only_differences_of_positions_matter_and_gaps_do() -> None:
 
 def test_at_first_layers_change_nothing_and_all_of_them_learn_from_the_first_step_on() -> None:
     torch.manual_seed(0)
-    model, ids = Dense(SMALL), torch.randint(0, 300, (2, 12))
+    model, ids = DenseDecoder(SMALL), torch.randint(0, 300, (2, 12))
     with torch.no_grad():
         embedded = model.norm(model.embed_tokens(ids))
-        torch.testing.assert_close(model.hidden([Block.of(ids, ids)]).view_as(embedded), embedded, atol=0, rtol=0)
-    torch.autograd.backward(dense.losses(model, [Block.of(ids, ids)])[0].mean())
+        torch.testing.assert_close(model.hidden([TokenBlock.of(ids, ids)]).view_as(embedded), embedded, atol=0, rtol=0)
+    torch.autograd.backward(dense.losses(model, [TokenBlock.of(ids, ids)])[0].mean())
     for layer in model.layers:
         for matrix in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):  # type: ignore[union-attr]
             assert float(matrix.grad.norm()) > 1e-4  # type: ignore[union-attr, operator]

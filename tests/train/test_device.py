@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phasewise.train.dense import Block
+from phasewise.train.dense import TokenBlock
 from phasewise.train.device import batches, made_ahead, moved
 from tests.train import tiny
 
@@ -53,7 +53,7 @@ def test_beside_a_device_they_are_made_ahead_and_brought_there() -> None:
     assert source and tasks and {part.device for block in (*source, *tasks) for part in block} == {AWAY}
 
 
-def same(one: tuple[list[Block], list[Block]], other: tuple[list[Block], list[Block]]) -> bool:
+def same(one: tuple[list[TokenBlock], list[TokenBlock]], other: tuple[list[TokenBlock], list[TokenBlock]]) -> bool:
     pairs = [(a, b) for mine, yours in zip(one, other, strict=True) for a, b in zip(mine, yours, strict=True)]
     return bool(pairs) and all(torch.equal(x, y) for a, b in pairs for x, y in zip(a, b, strict=True))
 

@@ -20,11 +20,11 @@ from phasewise.load import config_of, files_of
 from phasewise.model.model import Model
 from phasewise.train import dense, draft, written
 from phasewise.train.agreement import agreement, walk
-from phasewise.train.draft import Job, train
-from phasewise.train.tasks import Turn, held_out
+from phasewise.train.draft import DraftJob, train
+from phasewise.train.tasks import TaskTurn, held_out
 from phasewise.train.tokenizer import plain
 from phasewise.train.wording import ChatML, Templated
-from phasewise.train.written import Text, of_file, of_mixture
+from phasewise.train.written import WrittenText, of_file, of_mixture
 from tests.cli.conftest import Cli
 from tests.cli.conftest import cli as cli
 from tests.serve.tiny_chat import chat_checkpoint
@@ -44,9 +44,9 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(written, "TOGETHER", 16)
 
 
-def job(out: Path, **changes: Any) -> Job:
+def job(out: Path, **changes: Any) -> DraftJob:
     small = {"target": TARGET, "layers": 1, "width": 64, "tokens": 4_000, "sequences": 40, "new": 24}
-    return Job(**{**small, "out": out, **changes})
+    return DraftJob(**{**small, "out": out, **changes})
 
 
 def templated(model: str) -> Templated:
@@ -70,7 +70,7 @@ def test_agreement_is_what_speculative_decoding_accepts() -> None:
     prompts = [of_mixture(templated("pocket"), stream, 60, 0, True)(i) for i in range(8)]
     alone = LLM("pocket", dtype="float32", limits=limits).generate(prompts, max_tokens=n, ignore_eos=True)
     guessing = LLM("pocket", dtype="float32", limits=limits, draft="draft_model:model=pocket-draft,k=4")
-    texts = [Text(prompt, output.tokens) for prompt, output in zip(prompts, alone, strict=True)]
+    texts = [WrittenText(prompt, output.tokens) for prompt, output in zip(prompts, alone, strict=True)]
     assert [o.tokens for o in guessing.generate(prompts, max_tokens=n, ignore_eos=True)] == [t.reply for t in texts]
     found = agreement(dense.load(files_of("pocket-draft").path), texts, k=4)
     accepted = guessing.engine.counters.accepted
@@ -190,24 +190,24 @@ def test_lines_that_are_no_prompts(line: str, message: str, tmp_path: Path) -> N
 
 def test_rows_in_a_models_own_template_are_those_of_the_pocket_models() -> None:
     own, known = templated("pocket"), ChatML(files_of("pocket").tokenizer())
-    conversation = [Turn("Say: a", "a"), Turn("Sort: 2 1", "1 2")]
+    conversation = [TaskTurn("Say: a", "a"), TaskTurn("Sort: 2 1", "1 2")]
     for system in ("Be brief.", None):
         assert own.chat(conversation, system) == known.chat(conversation, system)
 
 
 def test_without_a_template_questions_are_lines() -> None:
     wording = templated(str(chat_checkpoint(chat=False)))
-    pieces = wording.chat([Turn("fox?", "dog"), Turn("and?", "cat")], "Be brief.")
+    pieces = wording.chat([TaskTurn("fox?", "dog"), TaskTurn("and?", "cat")], "Be brief.")
     assert [learned for _, learned in pieces][:2] == [False, True] and pieces[1][0][-1] == wording.turn_end
     assert wording.tokenizer.decode(pieces[0][0]) == "fox?\n"
 
 
 def test_the_command(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Job] = []
+    seen: list[DraftJob] = []
     level = agreement(dense.load(files_of(TARGET).path), [])
     monkeypatch.setattr(draft, "train", lambda job: seen.append(job) or (tmp_path / "model", level, level))
     words = ("--layers", 3, "--width", 128, "--tokens", 9, "--sequences", 8, "--new", 7, "--prompts", "p.jsonl")
     said = cli("train", "draft", "--for", "pocket", "--out", tmp_path, *words, "--seed", 6)
-    assert said.code == 0 and seen == [Job("pocket", tmp_path, 3, 128, 9, 8, 7, Path("p.jsonl"), 6, False)]
+    assert said.code == 0 and seen == [DraftJob("pocket", tmp_path, 3, 128, 9, 8, 7, Path("p.jsonl"), 6, False)]
     assert "before its own text" in said.out and f"draft_model:model={tmp_path / 'model'}" in said.out
     assert cli("train", "draft", "--for", "pocket", "--out", tmp_path, "--resume").code == 2

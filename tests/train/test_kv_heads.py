@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from phasewise.cli.app import main
 from phasewise.model.model import Model
 from phasewise.train import dense, kv_heads, mixture
-from phasewise.train.kv_heads import Job
+from phasewise.train.kv_heads import KVHeadsJob
 from phasewise.train.mixture import Stage
 from tests.train import tiny
 from tests.train.test_tools import SHAPE
@@ -50,8 +50,8 @@ def test_the_loss_falls_and_only_attentions_and_norms_learn(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_heads, "RATE", 0.02)
-    plain = kv_heads.convert(Job(str(base), 1, tmp_path / "plain"), silent)
-    out = kv_heads.convert(Job(str(base), 1, tmp_path / "one", tokens=14 * 500), silent)
+    plain = kv_heads.convert(KVHeadsJob(str(base), 1, tmp_path / "plain"), silent)
+    out = kv_heads.convert(KVHeadsJob(str(base), 1, tmp_path / "one", tokens=14 * 500), silent)
     table = rows(out)
     assert table[0] == ["step", "tokens", "code_loss", "task_loss", "apart_loss", "pace"]
     first, last = (sum(float(row[2]) for row in some) / 3 for some in (table[1:4], table[-3:]))
@@ -68,7 +68,7 @@ def test_the_loss_falls_and_only_attentions_and_norms_learn(
 
 
 def test_a_resumed_run_is_the_same_run(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = kv_heads.convert(Job(str(base), 1, tmp_path / "whole", tokens=6 * 500), silent)
+    whole = kv_heads.convert(KVHeadsJob(str(base), 1, tmp_path / "whole", tokens=6 * 500), silent)
     real, seen = kv_heads.recovery_loss, []
 
     def broken(*given: object) -> object:
@@ -80,8 +80,8 @@ def test_a_resumed_run_is_the_same_run(base: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(kv_heads, "recovery_loss", broken)
     monkeypatch.setattr(kv_heads, "PAUSE", 0.0)
     with pytest.raises(KeyboardInterrupt):
-        kv_heads.convert(Job(str(base), 1, tmp_path / "cut", tokens=6 * 500), silent)
-    cut = kv_heads.convert(Job(str(base), 1, tmp_path / "cut", tokens=6 * 500, resume=True), silent)
+        kv_heads.convert(KVHeadsJob(str(base), 1, tmp_path / "cut", tokens=6 * 500), silent)
+    cut = kv_heads.convert(KVHeadsJob(str(base), 1, tmp_path / "cut", tokens=6 * 500, resume=True), silent)
     assert rows(cut) == rows(whole)
     assert (cut / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 

@@ -20,30 +20,30 @@ from phasewise.model import artefacts
 from phasewise.model.artefacts import Artefact, fingerprint
 from phasewise.model.model import Model
 from phasewise.train import dense
-from phasewise.train.artefacts import Job, decode_kv_prediction
+from phasewise.train.artefacts import ArtefactJob, decode_kv_prediction
 from phasewise.train.artefacts.decode_kv_prediction import Predictor, begin, placed, predicted, predicted_loss, start
-from phasewise.train.dense import Block, Dense, Shape
+from phasewise.train.dense import DenseDecoder, DenseShape, TokenBlock
 from phasewise.train.mixture import Mixture, Stage
 from phasewise.train.passes import Pass, Past
-from phasewise.train.trainer import Loss, Recipe, Run, fit, update
+from phasewise.train.trainer import StepLoss, TrainingRecipe, TrainingRun, fit, update
 from tests import tiny as engines
 from tests.train import tiny
 
-BASE = Shape(2048, 64, 4, 4, 2, 96, head_dim=16, max_position_embeddings=512)
-SMALL = Shape(2048, 48, 2, 3, 1, 64, head_dim=16, max_position_embeddings=512)
+BASE = DenseShape(2048, 64, 4, 4, 2, 96, head_dim=16, max_position_embeddings=512)
+SMALL = DenseShape(2048, 48, 2, 3, 1, 64, head_dim=16, max_position_embeddings=512)
 STAGES = (Stage(1.0, 256, 700, code=0.3, long=0.2, copies=0.4, short=48),)
 CLOSE = {"atol": 2e-4, "rtol": 1e-4}
-Batch = tuple[list[Block], list[Block]]
+Batch = tuple[list[TokenBlock], list[TokenBlock]]
 
 
 @cache
-def folder(shape: Shape) -> Path:
+def folder(shape: DenseShape) -> Path:
     """A model with its tokenizer; random, but every layer does something."""
     return tiny.lively(shape, Path(mkdtemp(prefix="phasewise-prediction-")) / "model")
 
 
 @cache
-def twins() -> tuple[Dense, Dense]:
+def twins() -> tuple[DenseDecoder, DenseDecoder]:
     base, small = (dense.load(folder(shape)).requires_grad_(False) for shape in (BASE, SMALL))
     return base, small
 
@@ -53,7 +53,7 @@ def declared() -> Artefact:
     return KVPrediction(str(folder(SMALL))).artefact(base.config, small.config, fingerprint(small))
 
 
-def fresh() -> Run[Predictor]:
+def fresh() -> TrainingRun[Predictor]:
     torch.manual_seed(0)
     return start(Predictor(declared()))
 
@@ -72,7 +72,7 @@ def pad() -> int:
     return tiny.mixture().pad
 
 
-def loss_of(learns: Predictor, step: int) -> Loss:
+def loss_of(learns: Predictor, step: int) -> StepLoss:
     return predicted_loss(*twins(), learns, tiny.mixture().step(step, STAGES[0]), pad())
 
 
@@ -80,7 +80,7 @@ def loss_of(learns: Predictor, step: int) -> Loss:
 @torch.no_grad()
 def test_training_predicts_the_rows_that_the_engine_reads() -> None:
     ids = torch.tensor(engines.prompts(40, vocab=2048))
-    block, real = Block.of(ids, ids), torch.ones_like(ids, dtype=torch.bool)
+    block, real = TokenBlock.of(ids, ids), torch.ones_like(ids, dtype=torch.bool)
     learns, (base, small) = randomly(3), twins()
     kept = [Past(real)]
     small.hidden([block], Pass(kept=kept, delta=learns.added))
@@ -110,7 +110,7 @@ def test_rows_that_read_what_they_would_have_made_are_plain() -> None:
     """`Pass.instead`: a model's own keys and values change nothing, others do."""
     base, _ = twins()
     ids = torch.tensor(engines.prompts(30, vocab=2048))
-    block, real = Block.of(ids, ids), torch.ones_like(ids, dtype=torch.bool)
+    block, real = TokenBlock.of(ids, ids), torch.ones_like(ids, dtype=torch.bool)
     own = base.prefill([block], [real])
     plain = base.hidden([block])
     torch.testing.assert_close(base.hidden([block], Pass(instead=own)), plain, **CLOSE)
@@ -150,17 +150,17 @@ def test_losses_fall_and_both_models_stay(tmp_path: Path) -> None:
     assert set(saved) == set(run.model.state_dict()), "a checkpoint holds what is trained, not the models"
 
 
-def recalling(rows: int, seed: int) -> Block:
+def recalling(rows: int, seed: int) -> TokenBlock:
     """Every token is followed by the first one of its row, one of 12: who has not read that can only guess."""
     gen = torch.Generator().manual_seed(seed)
     ids = torch.randint(20, 64, (rows, 12), generator=gen)
     ids[:, 0] = torch.randint(3, 15, (rows,), generator=gen)
-    return Block.of(ids, ids[:, :1].expand(-1, 12).contiguous())
+    return TokenBlock.of(ids, ids[:, :1].expand(-1, 12).contiguous())
 
 
-def taught(shape: Shape, seed: int) -> Dense:
+def taught(shape: DenseShape, seed: int) -> DenseDecoder:
     torch.manual_seed(seed)
-    model = Dense(replace(shape, vocab_size=64))
+    model = DenseDecoder(replace(shape, vocab_size=64))
     torch.nn.init.ones_(model.norm.weight)  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(150):
@@ -199,8 +199,8 @@ def test_what_was_learned_lies_between_random_maps_and_the_true_rows() -> None:
     assert predicted_loss(base, small, run.model, held, -1).parts["task"] > 2 * learned["task"] + 0.3
 
 
-def trained(run: Run[Predictor], recipe: Recipe, out: Path, saved: Any = None) -> list[list[str]]:
-    def loss(stage: Stage, batch: Batch) -> Loss:
+def trained(run: TrainingRun[Predictor], recipe: TrainingRecipe, out: Path, saved: Any = None) -> list[list[str]]:
+    def loss(stage: Stage, batch: Batch) -> StepLoss:
         return predicted_loss(*twins(), run.model, batch, pad())
 
     fit(run, loss, tiny.mixture(), recipe, out, saved)
@@ -216,7 +216,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(tmp_path: Path) -> None:
     straight = fresh()
     whole = trained(straight, tiny.recipe(6, stages=STAGES, size=700, warmup=2), tmp_path / "whole")
 
-    def interrupt(run: Run[Predictor]) -> None:
+    def interrupt(run: TrainingRun[Predictor]) -> None:
         if run.step == 3:
             raise _Interrupted
 
@@ -234,7 +234,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(tmp_path: Path) -> None:
 def test_the_command_trains_what_the_engine_then_finds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Job, "mixture", lambda self: Mixture(tiny.tokenizer(), tiny.texts(), self.seed))
+    monkeypatch.setattr(ArtefactJob, "mixture", lambda self: Mixture(tiny.tokenizer(), tiny.texts(), self.seed))
     monkeypatch.setattr(decode_kv_prediction, "STAGES", STAGES)
     monkeypatch.setattr(decode_kv_prediction, "FIRST", 1)
     kind = f"decode.kv_prediction:model={folder(SMALL)}"

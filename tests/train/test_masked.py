@@ -22,19 +22,19 @@ from phasewise.model import artefacts
 from phasewise.model.model import Model
 from phasewise.request.counters import Counters
 from phasewise.train import dense, masked
-from phasewise.train.artefacts import Job, attend_infllm, attend_power, evict_longgen
-from phasewise.train.dense import Block, Dense, Shape, losses
+from phasewise.train.artefacts import ArtefactJob, attend_infllm, attend_power, evict_longgen
+from phasewise.train.dense import DenseDecoder, DenseShape, TokenBlock, losses
 from phasewise.train.lowrank import LowRank
-from phasewise.train.masked import Hidden, Mask, masked_loss
+from phasewise.train.masked import HiddenRows, Mask, masked_loss
 from phasewise.train.mixture import Mixture, Stage
-from phasewise.train.trainer import Loss, Recipe, Run, fit
+from phasewise.train.trainer import StepLoss, TrainingRecipe, TrainingRun, fit
 from phasewise.verbs.host import Host
 from tests import tiny as engines
 from tests.kv.harness import Walk, cuts
 from tests.seeds import draw
 from tests.train import tiny
 
-SHAPE = Shape(2048, 64, 4, 4, 2, 96, head_dim=16, max_position_embeddings=512)
+SHAPE = DenseShape(2048, 64, 4, 4, 2, 96, head_dim=16, max_position_embeddings=512)
 STAGES = (Stage(1.0, 256, 700, code=0.3, long=0.2, copies=0.4, short=48),)
 LONGGEN: dict[str, Any] = {"sinks": 2, "window": 6}
 METHODS: dict[str, Any] = {
@@ -47,7 +47,7 @@ MODULES: dict[str, Any] = {"attend.power": attend_power, "attend.infllm": attend
 EVERY = pytest.mark.parametrize("name", draw(__name__).sample([*METHODS], 1))  # each of them, in turn
 CLOSE = {"atol": 2e-4, "rtol": 1e-4}
 recipe = partial(tiny.recipe, stages=STAGES, size=700, warmup=2)
-Batch = tuple[list[Block], list[Block]]
+Batch = tuple[list[TokenBlock], list[TokenBlock]]
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +56,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.lively(SHAPE, tmp_path_factory.mktemp("base") / "model")
 
 
-def mask_of(name: str, model: Model) -> Hidden:
+def mask_of(name: str, model: Model) -> HiddenRows:
     module: Any = MODULES.get(name, evict_longgen)
-    mask: Hidden = module.mask(METHODS[name](), model.config)
+    mask: HiddenRows = module.mask(METHODS[name](), model.config)
     return mask
 
 
@@ -83,7 +83,7 @@ def test_the_twin_gives_the_engines_logits(base: Path, name: str, seed: int | No
         for each, value in artefacts.random(wanted, str(seed)).items():
             delta[each].copy_(value)
     ids = torch.tensor([[*text, *[0] * (90 - len(text))] for text in texts])
-    block = Block.of(ids, ids)
+    block = TokenBlock.of(ids, ids)
     hidden = twin.hidden([block], mask_of(name, model).on([block], delta))
     rows = F.linear(hidden, twin.embed_tokens.weight).view(2, 90, -1)
     for text, found in zip(texts, rows):
@@ -98,7 +98,7 @@ def test_masks_go_by_positions() -> None:
     mask = Mask((0,), LongGen(1, 3).seen.seen)
     ids = torch.zeros(2, 5, dtype=torch.int64)
     far = torch.tensor([[0, 1, 2, 3, 4], [0, 1, 50, 51, 52]])
-    sees = mask.over([Block.of(ids, ids), Block(ids, ids, far)])
+    sees = mask.over([TokenBlock.of(ids, ids), TokenBlock(ids, ids, far)])
     alike, apart = sees(0, 0), sees(0, 1)
     assert sees(1, 0) is None and alike is not None and apart is not None
     assert alike.shape == (1, 5, 5) and apart.shape == (2, 5, 5)
@@ -108,9 +108,14 @@ def test_masks_go_by_positions() -> None:
 
 
 def tune(
-    twin: Dense, run: Run[LowRank], mask: Hidden, steps: Recipe, out: Path, saved: object = None
+    twin: DenseDecoder,
+    run: TrainingRun[LowRank],
+    mask: HiddenRows,
+    steps: TrainingRecipe,
+    out: Path,
+    saved: object = None,
 ) -> list[list[str]]:
-    def loss(stage: Stage, batch: Batch) -> Loss:
+    def loss(stage: Stage, batch: Batch) -> StepLoss:
         return masked_loss(twin, run.model, mask, batch)
 
     fit(run, loss, tiny.mixture(), steps, out, saved)  # type: ignore[arg-type]
@@ -118,7 +123,7 @@ def tune(
         return [row[:5] for row in csv.reader(file)]  # all but the speed
 
 
-def ready(base: Path, name: str) -> tuple[Dense, Run[LowRank], Hidden]:
+def ready(base: Path, name: str) -> tuple[DenseDecoder, TrainingRun[LowRank], HiddenRows]:
     torch.manual_seed(0)
     model = Model.load(base)
     run = masked.start(METHODS[name]().artefact(model.config))
@@ -152,7 +157,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(base: Path, tmp_path: Path)
     twin, straight, mask = ready(base, "evict.longgen")
     whole = tune(twin, straight, mask, recipe(6), tmp_path / "whole")
 
-    def interrupt(run: Run[LowRank]) -> None:
+    def interrupt(run: TrainingRun[LowRank]) -> None:
         if run.step == 3:
             raise _Interrupted
 
@@ -185,7 +190,7 @@ COMMANDS = {
 def test_the_command_trains_what_the_engine_then_finds(
     base: Path, tmp_path: Path, setting: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Job, "mixture", lambda self: Mixture(tiny.tokenizer(), tiny.texts(), self.seed))
+    monkeypatch.setattr(ArtefactJob, "mixture", lambda self: Mixture(tiny.tokenizer(), tiny.texts(), self.seed))
     monkeypatch.setattr(masked, "STAGES", STAGES)
     file, other = COMMANDS[setting]
     verb, _, method = setting.partition(".")
@@ -218,7 +223,7 @@ def test_from_scratch_copying_over_distance_is_learned_beyond_the_windows_reach(
     assert int(power.seen(at[:, None], at[None]).tril().sum(1).max()) == degree
     mask = Mask(range(2), power.seen if name == "power" else Window("test", 0, degree).seen)
     torch.manual_seed(0)
-    model = Dense(Shape(vocab, 64, 2, 4, 4, 64, head_dim=16, max_position_embeddings=64))
+    model = DenseDecoder(DenseShape(vocab, 64, 2, 4, 4, 64, head_dim=16, max_position_embeddings=64))
     for each, parameter in model.named_parameters():
         if each.endswith(("o_proj.weight", "down_proj.weight")):
             torch.nn.init.normal_(parameter, std=0.05)
@@ -229,7 +234,7 @@ def test_from_scratch_copying_over_distance_is_learned_beyond_the_windows_reach(
         ids = torch.randint(vocab, (32, length))
         targets = ids.roll(distance, 1)
         targets[:, :distance] = -1
-        block = Block.of(ids, targets)
+        block = TokenBlock.of(ids, targets)
         (each_loss,) = losses(model, [block], mask.on([block], None))
         optimizer.zero_grad()
         each_loss.mean().backward()

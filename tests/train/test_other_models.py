@@ -12,13 +12,13 @@ import torch
 from phasewise import LLM, catalog
 from phasewise.load import config_of, files_of
 from phasewise.train import artefacts, mixture
-from phasewise.train.dense import Shape
+from phasewise.train.dense import DenseShape
 from phasewise.train.mixture import of_model, unpadded
-from phasewise.train.tasks import Turn
+from phasewise.train.tasks import TaskTurn
 from phasewise.train.tokenizer import WRITTEN
 from tests.train import tiny
 
-SHAPE = Shape(2048, 64, 4, 4, 2, 96, head_dim=16)
+SHAPE = DenseShape(2048, 64, 4, 4, 2, 96, head_dim=16)
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}<stop>{% endfor %}"
     "{% if add_generation_prompt %}[assistant] {% endif %}"
@@ -42,7 +42,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return foreign(tmp_path_factory.mktemp("other") / "model", replace(SHAPE, num_hidden_layers=2))
 
 
-def foreign(folder: Path, shape: Shape) -> Path:
+def foreign(folder: Path, shape: DenseShape) -> Path:
     """A checkpoint whose tokenizer has an end token and none of the pocket model's."""
     tiny.lively(shape, folder)
     vocabulary = (folder / "tokenizer.json").read_text()
@@ -61,7 +61,7 @@ def test_it_is_trained_and_serves(
     monkeypatch.setattr(mixture, "sources", lambda held_out: dict(enumerate(tiny.texts())))
     verb, _, name = kind.partition(".")
     method = catalog.build(verb, KNOBS.get(kind, name).format(other=other))
-    path = artefacts.trainer(kind)(method, artefacts.Job(str(base), tmp_path, tokens=600))
+    path = artefacts.trainer(kind)(method, artefacts.ArtefactJob(str(base), tmp_path, tokens=600))
     serving = catalog.spell(verb, replace(method, weights=str(path)))
     llm = LLM(str(base), dtype="float32", **{verb: serving})
     try:
@@ -73,7 +73,7 @@ def test_it_is_trained_and_serves(
 def test_rows_are_in_the_models_own_words(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mixture, "sources", lambda held_out: dict(enumerate(tiny.texts())))
     made = of_model(files_of(str(base)), config_of(str(base)).eos, seed=0)
-    asked, answered = made.chat([Turn("Sort: 2 1", "1 2")], None)
+    asked, answered = made.chat([TaskTurn("Sort: 2 1", "1 2")], None)
     assert made.tokenizer.decode(asked[0]) == "[user] Sort: 2 1[assistant] " and not asked[1]
     assert made.tokenizer.decode(answered[0], skip_special_tokens=False) == "1 2<stop>" and answered[1]
 

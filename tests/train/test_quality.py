@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from phasewise.bench.quality import ALL, TASKS, Row, Text, evaluate, mean, next_line, proportion, table
+from phasewise.bench.quality import ALL, TASKS, Row, TextCodec, evaluate, mean, next_line, proportion, table
 from phasewise.errors import UserError
 from phasewise.known.corpus import sources
 from phasewise.load import model_path
@@ -19,12 +19,12 @@ from tests.train import tiny
 
 
 @pytest.fixture
-def text(tmp_path: Path) -> Text:
+def text(tmp_path: Path) -> TextCodec:
     write(tiny.tokenizer(), tmp_path, 2048)
-    return Text.load(tmp_path)
+    return TextCodec.load(tmp_path)
 
 
-def test_a_model_that_knows_the_answers_scores_one_and_a_mute_one_zero(text: Text) -> None:
+def test_a_model_that_knows_the_answers_scores_one_and_a_mute_one_zero(text: TextCodec) -> None:
     rng = Random("7 sort")
     answers = {tuple(text.chat(item.messages)): item.answer for item in (example("sort", rng, 128) for _ in range(20))}
 
@@ -47,13 +47,13 @@ def test_prompts_and_answers_fit_the_context_in_pockets_tokens() -> None:
         lengths.extend(len(prompt) + room for prompt in prompts)
         return [[] for _ in prompts]
 
-    evaluate(measure, lambda ids: 0.0, Text.load(Path(model_path("pocket"))), tasks=TASKS, examples=2)
+    evaluate(measure, lambda ids: 0.0, TextCodec.load(Path(model_path("pocket"))), tasks=TASKS, examples=2)
     assert len(lengths) == 2 * len(TASKS)
     assert max(lengths) <= 2048
 
 
 @pytest.mark.thorough
-def test_next_line_accepts_the_true_line_only(text: Text) -> None:
+def test_next_line_accepts_the_true_line_only(text: TextCodec) -> None:
     files = list(sources(held_out=True).values())
     everything = "\n".join(files)
 
@@ -67,7 +67,7 @@ def test_next_line_accepts_the_true_line_only(text: Text) -> None:
     assert wrong.row.value == sum(wrong.values) == 0
 
 
-def test_code_loss_is_reported_per_token_and_per_byte(text: Text) -> None:
+def test_code_loss_is_reported_per_token_and_per_byte(text: TextCodec) -> None:
     tokens, size = evaluate(lambda prompts, room: [], lambda ids: math.log(2), text, tasks=["code"], examples=10)
     assert (tokens.unit, size.unit) == ("nats/token", "bits/byte")
     assert tokens.value == pytest.approx(math.log(2))
@@ -80,7 +80,7 @@ def test_wilson_interval_and_mean_interval() -> None:
     assert mean("x", "nats/token", [1.0, 3.0]).low == pytest.approx(2 - 1.96)
 
 
-def test_unknown_rows_are_named(text: Text) -> None:
+def test_unknown_rows_are_named(text: TextCodec) -> None:
     with pytest.raises(UserError, match="'sorting'.*Did you mean sort"):
         evaluate(lambda prompts, room: [], lambda ids: 0.0, text, tasks=["sorting"])
     assert len(set(ALL)) == len(ALL)

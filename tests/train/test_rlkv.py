@@ -17,13 +17,22 @@ from phasewise.methods.evict.rlkv import RLKV, Cut
 from phasewise.model.model import Model
 from phasewise.step.plan import Window
 from phasewise.train import dense
-from phasewise.train.artefacts import Job, evict_rlkv
-from phasewise.train.artefacts.evict_rlkv import Asked, Gates, Policy, Questions, lead, nearby, policy_loss, reward
-from phasewise.train.dense import Dense, Shape
+from phasewise.train.artefacts import ArtefactJob, evict_rlkv
+from phasewise.train.artefacts.evict_rlkv import (
+    Gates,
+    QuestionBatches,
+    RolloutPolicy,
+    StepQuestions,
+    lead,
+    nearby,
+    policy_loss,
+    reward,
+)
+from phasewise.train.dense import DenseDecoder, DenseShape
 from phasewise.train.exchanges import exchange
 from phasewise.train.mixture import NO_LOSS, Mixture, Stage
 from phasewise.train.passes import Blend, Pass
-from phasewise.train.trainer import Loss, Run, fit, update
+from phasewise.train.trainer import StepLoss, TrainingRun, fit, update
 from tests import tiny as engines
 from tests.kv.harness import Walk
 from tests.train import test_twin as twins
@@ -68,7 +77,7 @@ def test_answers_are_right_as_a_whole_and_better_than_their_group() -> None:
     assert found[4:].tolist() == [0.0] * 4, "nothing to learn where all are alike"
 
 
-def planted() -> tuple[Dense, Tensor]:
+def planted() -> tuple[DenseDecoder, Tensor]:
     """A model half of whose KV heads are idle: what they read goes nowhere. -> and which, bool [layers, H]"""
     model, idle = copy.deepcopy(twins.twin()), drawn(5)
     group = twins.SHAPE.num_attention_heads // twins.SHAPE.num_key_value_heads * twins.SHAPE.head_dim
@@ -80,7 +89,7 @@ def planted() -> tuple[Dense, Tensor]:
     return model, idle
 
 
-def questions(model: Dense, step: int, count: int = 8) -> Asked:
+def questions(model: DenseDecoder, step: int, count: int = 8) -> StepQuestions:
     """Random prompts; right is what the model itself finds most likely, all heads at work."""
     pairs = []
     for row in range(count):
@@ -90,13 +99,13 @@ def questions(model: Dense, step: int, count: int = 8) -> Asked:
             with torch.no_grad():
                 ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
         pairs.append((prompt, ids[40:]))
-    return Asked(exchange(pairs, 0), Random(step).getrandbits(40))
+    return StepQuestions(exchange(pairs, 0), Random(step).getrandbits(40))
 
 
-def right(model: Dense, cut: Tensor) -> float:
+def right(model: DenseDecoder, cut: Tensor) -> float:
     """The share of tokens that are most likely with these heads cut, over fresh questions, given those before them."""
     asked = questions(model, 999, 24)
-    policy = Policy.over(model, asked.questions, NEAR)
+    policy = RolloutPolicy.over(model, asked.questions, NEAR)
     wanted = policy.asked.replies.targets
     with torch.no_grad():
         found = policy.logits(policy.asked.replies.ids, (~cut).float()).argmax(-1)
@@ -143,8 +152,8 @@ def test_gates_never_leave_their_range() -> None:
 
 
 def test_questions_are_a_function_of_the_step_and_longer_than_the_window() -> None:
-    made = Questions(tiny.mixture(), NEAR)
-    one, again, other = made.step(3, STAGE), Questions(tiny.mixture(), NEAR).step(3, STAGE), made.step(4, STAGE)
+    made = QuestionBatches(tiny.mixture(), NEAR)
+    one, again, other = made.step(3, STAGE), QuestionBatches(tiny.mixture(), NEAR).step(3, STAGE), made.step(4, STAGE)
     assert torch.equal(one.questions.prompts.ids, again.questions.prompts.ids) and one.seed == again.seed != other.seed
     assert int(one.questions.real.sum(1).min()) > NEAR.rows
     assert one.questions.replies.ids.shape[1] < evict_rlkv.LONGEST and len(one.questions.real) > 1
@@ -153,7 +162,7 @@ def test_questions_are_a_function_of_the_step_and_longer_than_the_window() -> No
 # ---- runs
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    shape = Shape(2048, 64, 3, 4, 2, 96, head_dim=16, max_position_embeddings=512)
+    shape = DenseShape(2048, 64, 3, 4, 2, 96, head_dim=16, max_position_embeddings=512)
     return tiny.lively(shape, tmp_path_factory.mktemp("base") / "model")
 
 
@@ -167,16 +176,16 @@ class _Interrupted(Exception):
 def test_a_resumed_run_repeats_the_uninterrupted_one(base: Path, tmp_path: Path) -> None:
     twin = dense.load(base).requires_grad_(False)
 
-    def train(run: Run[Gates], steps: int, out: Path, saved: object = None, **more: float) -> list[list[str]]:
-        def loss(stage: Stage, asked: Asked) -> Loss:
+    def train(run: TrainingRun[Gates], steps: int, out: Path, saved: object = None, **more: float) -> list[list[str]]:
+        def loss(stage: Stage, asked: StepQuestions) -> StepLoss:
             made = policy_loss(twin, run.model, asked, NEAR)
             return made._replace(total=made.total + 0.01 * run.model.gates.pow(2).sum())  # answers are all wrong here
 
-        fit(run, loss, Questions(tiny.mixture(), NEAR), recipe(steps, **more), out, saved)  # type: ignore[arg-type]
+        fit(run, loss, QuestionBatches(tiny.mixture(), NEAR), recipe(steps, **more), out, saved)  # type: ignore[arg-type]
         with (out / "losses.csv").open() as file:
             return [row[:5] for row in csv.reader(file)]
 
-    def interrupt(run: Run[Gates]) -> None:
+    def interrupt(run: TrainingRun[Gates]) -> None:
         if run.step == 2:
             raise _Interrupted
 
@@ -195,7 +204,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(base: Path, tmp_path: Path)
 def test_the_command_trains_what_the_engine_then_finds(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Job, "mixture", lambda self: Mixture(tiny.tokenizer(), tiny.texts(), self.seed))
+    monkeypatch.setattr(ArtefactJob, "mixture", lambda self: Mixture(tiny.tokenizer(), tiny.texts(), self.seed))
     monkeypatch.setattr(evict_rlkv, "STAGES", (STAGE,))
     out = tmp_path / "run"
     words = ["train", "artefact", "evict.rlkv", "--model", str(base), "--out", str(out)]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from phasewise.train import dense
-from phasewise.train.dense import Block
+from phasewise.train.dense import TokenBlock
 from phasewise.train.saturation import largest_score
 from tests.train.test_dense import SMALL, awake
 
@@ -27,7 +27,7 @@ def test_the_largest_score_is_that_of_attention(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(dense, "_plain", plain)
     ids = torch.randint(0, 300, (2, 20))
-    block = Block.of(ids, ids)
+    block = TokenBlock.of(ids, ids)
     with torch.no_grad():
         model.hidden([block])
     each, (most, layer) = list(seen), max((value, at) for at, value in enumerate(seen))

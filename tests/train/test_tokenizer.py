@@ -11,7 +11,7 @@ import tokenizers
 
 from phasewise.model.tokenizer import Tokenizer
 from phasewise.train.mixture import NO_LOSS, Mixture, pad_rows
-from phasewise.train.tasks import Turn
+from phasewise.train.tasks import TaskTurn
 from phasewise.train.tokenizer import BEGIN, SPECIAL, beginning, plain, write
 from phasewise.train.words import WORDS
 from tests.train import tiny
@@ -39,7 +39,7 @@ def test_the_chat_template_equals_the_training_rows(tmp_path: Path) -> None:
     tokenizer = tiny.tokenizer()
     write(tokenizer, tmp_path, 512)
     template = jinja2.Template(json.loads((tmp_path / "tokenizer_config.json").read_text())["chat_template"])
-    pieces = tiny.mixture().chat([Turn("Say: a", "a"), Turn("Sort: 2 1", "1 2")], "Be brief.")
+    pieces = tiny.mixture().chat([TaskTurn("Say: a", "a"), TaskTurn("Sort: 2 1", "1 2")], "Be brief.")
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Say: a"},
@@ -83,7 +83,7 @@ def test_a_tokenizer_without_one_gives_rows_without_one() -> None:
     without = tokenizers.Tokenizer.from_str(json.dumps({**written, "post_processor": None}))
     mixture = Mixture(without, tiny.texts(), 0)
     assert beginning(without) == mixture.begin == []
-    ids = [i for ids, _ in mixture.chat([Turn("Say: a", "a")], None) for i in ids]
+    ids = [i for ids, _ in mixture.chat([TaskTurn("Say: a", "a")], None) for i in ids]
     assert without.decode(ids, False) == "<|im_start|>user\nSay: a<|im_end|>\n<|im_start|>assistant\na<|im_end|>"
 
 

@@ -16,17 +16,17 @@ from phasewise.model import tuned
 from phasewise.model.lowrank import shapes
 from phasewise.model.model import Model
 from phasewise.train import dense, tools
-from phasewise.train.artefacts import Job
-from phasewise.train.dense import Block, Dense, Shape
+from phasewise.train.artefacts import ArtefactJob
+from phasewise.train.dense import DenseDecoder, DenseShape, TokenBlock
 from phasewise.train.lowrank import LowRank
 from phasewise.train.mixture import Mixture, Stage
 from phasewise.train.passes import Pass
-from phasewise.train.tooluse import Batch, Conversations
-from phasewise.train.trainer import Loss, Recipe, Run, fit
+from phasewise.train.tooluse import ToolBatch, ToolConversations
+from phasewise.train.trainer import StepLoss, TrainingRecipe, TrainingRun, fit
 from tests import uncached
 from tests.train import tiny
 
-SHAPE = Shape(2048, 64, 2, 4, 2, 96, head_dim=16, max_position_embeddings=512)
+SHAPE = DenseShape(2048, 64, 2, 4, 2, 96, head_dim=16, max_position_embeddings=512)
 STAGES = tuple(Stage(until, 400, 700, code=0.2, long=0.0, copies=0.4, short=48) for until in (0.5, 1.0))
 
 
@@ -39,17 +39,19 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 recipe = partial(tiny.recipe, stages=STAGES, size=700, warmup=2)
 
 
-def run(base: Path) -> tuple[Dense, Run[LowRank]]:
+def run(base: Path) -> tuple[DenseDecoder, TrainingRun[LowRank]]:
     torch.manual_seed(0)
     wanted = shapes(Model.load(base).config, range(SHAPE.num_hidden_layers), 4)
     return dense.load(base).requires_grad_(False), tools.start(LowRank(wanted))
 
 
-def teach(twin: Dense, run: Run[LowRank], steps: Recipe, out: Path, saved: object = None) -> list[list[str]]:
-    def loss(stage: Stage, batch: Batch) -> Loss:
+def teach(
+    twin: DenseDecoder, run: TrainingRun[LowRank], steps: TrainingRecipe, out: Path, saved: object = None
+) -> list[list[str]]:
+    def loss(stage: Stage, batch: ToolBatch) -> StepLoss:
         return tools.tool_loss(twin, run.model, batch)
 
-    fit(run, loss, Conversations(tiny.mixture()), steps, out, saved)  # type: ignore[arg-type]
+    fit(run, loss, ToolConversations(tiny.mixture()), steps, out, saved)  # type: ignore[arg-type]
     with (out / "losses.csv").open() as file:
         return [row[:5] for row in csv.reader(file)]  # all but the speed
 
@@ -78,8 +80,8 @@ def test_the_divergence_is_that_of_whole_distributions(base: Path) -> None:
     ids = torch.randint(6, 2048, (2, 9))
     targets = ids.roll(-1, 1)
     targets[:, 6:] = -1
-    found = tools.divergence(twin, [Block.of(ids, targets)], Pass(delta=taught.model))
-    logits = [F.linear(twin.hidden([Block.of(ids, ids)], how), twin.embed_tokens.weight).view(2, 9, -1)[:, :6]
+    found = tools.divergence(twin, [TokenBlock.of(ids, targets)], Pass(delta=taught.model))
+    logits = [F.linear(twin.hidden([TokenBlock.of(ids, ids)], how), twin.embed_tokens.weight).view(2, 9, -1)[:, :6]
               for how in (Pass(), Pass(delta=taught.model))]  # fmt: skip
     p, q = (each.double().softmax(-1) for each in logits)
     wanted = (p * (p.log() - q.log())).sum(-1).flatten()
@@ -95,7 +97,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(base: Path, tmp_path: Path)
     twin, straight = run(base)
     whole = teach(twin, straight, recipe(6), tmp_path / "whole")
 
-    def interrupt(run: Run[LowRank]) -> None:
+    def interrupt(run: TrainingRun[LowRank]) -> None:
         if run.step == 3:
             raise _Interrupted
 
@@ -112,7 +114,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(base: Path, tmp_path: Path)
 def test_the_command_makes_a_model_that_serves(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Job, "mixture", lambda self: Mixture(tiny.tokenizer(), tiny.texts(), self.seed))
+    monkeypatch.setattr(ArtefactJob, "mixture", lambda self: Mixture(tiny.tokenizer(), tiny.texts(), self.seed))
     monkeypatch.setattr(tools, "STAGES", STAGES)
     out = tmp_path / "run"
     words = ["train", "tools", "--model", str(base), "--out", str(out)]
@@ -130,7 +132,7 @@ def test_the_command_makes_a_model_that_serves(
 
     wide = Model.load(tmp_path / "shelf" / "tools", dtype=torch.float32)
     delta = _delta(tmp_path / "shelf" / "tools" / tuned.FILE)
-    block = Block.of(torch.tensor([ids]), torch.tensor([ids]))
+    block = TokenBlock.of(torch.tensor([ids]), torch.tensor([ids]))
     twin = dense.load(base)
     with torch.no_grad():
         learned = F.linear(twin.hidden([block], Pass(delta=delta)), twin.embed_tokens.weight)

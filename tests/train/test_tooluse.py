@@ -15,7 +15,7 @@ from phasewise.train.calculations import problem
 from phasewise.train.mixture import Mixture, Stage
 from phasewise.train.tokenizer import plain
 from phasewise.train.toolbox import PLAIN, offer
-from phasewise.train.tooluse import TEMPLATE, Conversations, answered, told
+from phasewise.train.tooluse import TEMPLATE, ToolConversations, answered, told
 from phasewise.train.wording import Piece
 from tests.train import tiny
 
@@ -23,11 +23,11 @@ STAGE = Stage(1.0, 384, 1500, code=0.1, long=0.0, copies=0.3, short=48)
 
 
 @pytest.fixture(scope="module")
-def conversations() -> Conversations:
-    return Conversations(Mixture(files_of("pocket").tokenizer(), tiny.texts(), 0))
+def conversations() -> ToolConversations:
+    return ToolConversations(Mixture(files_of("pocket").tokenizer(), tiny.texts(), 0))
 
 
-def test_without_tools_the_template_is_the_pocket_models(conversations: Conversations) -> None:
+def test_without_tools_the_template_is_the_pocket_models(conversations: ToolConversations) -> None:
     pocket = ChatTemplate(files_of("pocket").templates())
     talks = [
         [{"role": "user", "content": "hi"}],
@@ -45,7 +45,7 @@ def test_the_server_finds_the_format_in_the_template() -> None:
     assert files_of("pocket-tools").templates() == {"default": TEMPLATE}
 
 
-def test_pieces_are_the_rendered_conversation_token_by_token(conversations: Conversations) -> None:
+def test_pieces_are_the_rendered_conversation_token_by_token(conversations: ToolConversations) -> None:
     tokenizer = conversations.mixture.tokenizer
     for seed in range(60):
         rng = Random(seed)
@@ -67,7 +67,7 @@ def test_pieces_are_the_rendered_conversation_token_by_token(conversations: Conv
         assert all(part.startswith("The answer is ") for part in learned[1::2])
 
 
-def test_a_tool_is_a_line(conversations: Conversations) -> None:
+def test_a_tool_is_a_line(conversations: ToolConversations) -> None:
     bare = {"type": "function", "function": {"name": "clock"}}
     empty = {"type": "function", "function": {"name": "reset", "description": None, "parameters": None}}
     two = toolbox.tool("calculator", "Sums.", "expression")
@@ -76,7 +76,7 @@ def test_a_tool_is_a_line(conversations: Conversations) -> None:
     assert "Tools:\nclock()\nreset()\ncalculator(expression, digits): Sums.\n<|im_end|>\n" in shown
 
 
-def test_a_step_is_a_function_of_seed_and_step(conversations: Conversations) -> None:
+def test_a_step_is_a_function_of_seed_and_step(conversations: ToolConversations) -> None:
     one, again, other = (conversations.step(step, STAGE) for step in (3, 3, 4))
     for mine, theirs in zip((*one.learned, *one.kept), (*again.learned, *again.kept), strict=True):
         assert bool((mine.ids == theirs.ids).all()) and bool((mine.targets == theirs.targets).all())
@@ -86,7 +86,7 @@ def test_a_step_is_a_function_of_seed_and_step(conversations: Conversations) -> 
     assert all(block.ids.shape[1] <= STAGE.row for block in (*one.learned, *one.kept))
 
 
-def test_tools_are_not_called_where_they_are_of_no_use(conversations: Conversations) -> None:
+def test_tools_are_not_called_where_they_are_of_no_use(conversations: ToolConversations) -> None:
     def called(row: list[Piece]) -> bool:
         said = conversations.mixture.tokenizer.decode([token for ids, learn in row if learn for token in ids])
         return "tool_call" in said

@@ -11,16 +11,16 @@ import torch
 
 from phasewise.errors import UserError
 from phasewise.train import dense, device
-from phasewise.train.dense import Block, Dense
+from phasewise.train.dense import DenseDecoder, TokenBlock
 from phasewise.train.mixture import STRETCHED, stretch
 from phasewise.train.pocket import export
-from phasewise.train.trainer import Run, start, train, update, whole_loss
+from phasewise.train.trainer import TrainingRun, start, train, update, whole_loss
 from tests.train import tiny
 
 
-def fresh(steps: int) -> Run:
+def fresh(steps: int) -> TrainingRun:
     torch.manual_seed(0)
-    return start(Dense(tiny.SHAPE), tiny.recipe(steps))
+    return start(DenseDecoder(tiny.SHAPE), tiny.recipe(steps))
 
 
 def losses(folder: Path) -> list[list[str]]:
@@ -57,7 +57,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(tmp_path: Path) -> None:
     straight = fresh(6)
     train(straight, tiny.mixture(), tiny.recipe(6), whole)
 
-    def interrupt(run: Run) -> None:
+    def interrupt(run: TrainingRun) -> None:
         if run.step == 3:
             raise _Interrupted
 
@@ -66,7 +66,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(tmp_path: Path) -> None:
     with (cut / "losses.csv").open("a") as file:
         file.write("4,1,9.9,9.9,1,1\n")  # a step that was logged but not saved
     torch.manual_seed(123)
-    resumed = start(Dense(tiny.SHAPE), tiny.recipe(6))
+    resumed = start(DenseDecoder(tiny.SHAPE), tiny.recipe(6))
     resumed.read(cut / "checkpoint.pt")
     assert resumed.step == 3
     train(resumed, tiny.mixture(), tiny.recipe(6), cut)
@@ -131,7 +131,7 @@ def test_the_pace_warms_up_stays_and_falls() -> None:
 def test_stretched_rows_keep_their_order_within_the_context() -> None:
     rng = Random(0)
     ids = torch.zeros(4, 100, dtype=torch.int64)
-    seen = [stretch(rng, Block.of(ids, ids)).positions for _ in range(50)]
+    seen = [stretch(rng, TokenBlock.of(ids, ids)).positions for _ in range(50)]
     steps = torch.stack(seen).diff(dim=-1)  # [50, rows, 99]
     assert int(steps.min()) == 1
     assert int(max(positions.max() for positions in seen)) < STRETCHED

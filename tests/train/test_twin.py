@@ -23,7 +23,7 @@ from phasewise.step.phase import Phase
 from phasewise.step.span import Span, ancestors, depths
 from phasewise.train import dense
 from phasewise.train.artefacts.skip_unified import replying
-from phasewise.train.dense import Block, Dense, Shape
+from phasewise.train.dense import DenseDecoder, DenseShape, TokenBlock
 from phasewise.train.exchanges import exchange
 from phasewise.train.lowrank import LowRank
 from phasewise.train.passes import Pass
@@ -31,7 +31,7 @@ from phasewise.verbs.host import Host
 from tests import oracle, tiny, uncached
 from tests.kv.harness import Walk
 
-SHAPE = Shape(300, 48, 6, 4, 2, 80, head_dim=16, max_position_embeddings=512)
+SHAPE = DenseShape(300, 48, 6, 4, 2, 80, head_dim=16, max_position_embeddings=512)
 LAYERS = kept(SHAPE.num_hidden_layers, 2)
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 PROMPTS, REPLIES = tiny.prompts(40, 7, 29, vocab=300), tiny.prompts(12, 9, 1, seed=1, vocab=300)
@@ -41,7 +41,7 @@ PROMPTS, REPLIES = tiny.prompts(40, 7, 29, vocab=300), tiny.prompts(12, 9, 1, se
 def folder() -> Path:
     """A checkpoint in which every layer does something."""
     torch.manual_seed(0)
-    model = Dense(SHAPE)
+    model = DenseDecoder(SHAPE)
     for name, parameter in model.named_parameters():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             torch.nn.init.normal_(parameter, std=0.15)
@@ -53,7 +53,7 @@ def folder() -> Path:
 
 
 @cache
-def twin() -> Dense:
+def twin() -> DenseDecoder:
     return dense.load(folder()).requires_grad_(False)
 
 
@@ -135,7 +135,7 @@ def test_one_pass_with_gates_and_tuned_rows_is_the_same(length: int) -> None:
     gates = [True if layer in LAYERS else ~replies for layer in range(SHAPE.num_hidden_layers)]
     how = Pass(gates=gates, delta=tuned(3), tuned=replies)
     ids = torch.tensor([prompt + reply])
-    found = logits(twin().hidden([Block.of(ids, ids)], how))[len(prompt) :]
+    found = logits(twin().hidden([TokenBlock.of(ids, ids)], how))[len(prompt) :]
     torch.testing.assert_close(found, served(skipping("random:3"), prompt, reply), **CLOSE)
 
 
@@ -147,12 +147,12 @@ def test_masks() -> None:
     want = walk.try_(tokens, parents)
     sees = ancestors(parents)[None]
     (past,) = twin().prefill(
-        [Block.of(torch.tensor([prompt]), torch.tensor([prompt]))], [torch.ones(1, 29, dtype=torch.bool)]
+        [TokenBlock.of(torch.tensor([prompt]), torch.tensor([prompt]))], [torch.ones(1, 29, dtype=torch.bool)]
     )
     ids, positions = torch.tensor([tokens]), torch.tensor([depths(parents)]) + len(prompt)
-    found = logits(twin().hidden([Block(ids, ids, positions)], Pass(past=[past], sees=lambda layer, block: sees)))
+    found = logits(twin().hidden([TokenBlock(ids, ids, positions)], Pass(past=[past], sees=lambda layer, block: sees)))
     torch.testing.assert_close(found, want, **CLOSE)
-    chain = logits(twin().hidden([Block(ids, ids, positions)], Pass(past=[past])))
+    chain = logits(twin().hidden([TokenBlock(ids, ids, positions)], Pass(past=[past])))
     assert (chain - want).abs().max() > 1e-2
 
 
@@ -164,7 +164,7 @@ def test_taps() -> None:
     span = Span(walk.request, walk.kv, Phase("plain", None, uncached.PLAIN.attend), prompt, range(len(prompt)))  # type: ignore[arg-type]
     want = forward(engine(), [span], Counters(), {1, 5})
     how = Pass(taps=dict.fromkeys((1, 5), torch.empty(0)))
-    twin().hidden([Block.of(torch.tensor([prompt]), torch.tensor([prompt]))], how)
+    twin().hidden([TokenBlock.of(torch.tensor([prompt]), torch.tensor([prompt]))], how)
     assert want.taps.keys() == how.taps.keys() == {1, 5}
     for layer, seen in how.taps.items():
         torch.testing.assert_close(seen, want.taps[layer], **CLOSE)

@@ -14,19 +14,19 @@ from phasewise.errors import UserError
 from phasewise.methods.skip.unified import Unified, kept
 from phasewise.model.model import Model
 from phasewise.train import dense
-from phasewise.train.artefacts import Job, skip_unified
-from phasewise.train.dense import Dense, Shape
-from phasewise.train.exchanges import REPLY, Exchange, Exchanges, exchange
+from phasewise.train.artefacts import ArtefactJob, skip_unified
+from phasewise.train.dense import DenseDecoder, DenseShape
+from phasewise.train.exchanges import REPLY, Exchanges, PromptReplyBatch, exchange
 from phasewise.train.lowrank import LowRank
 from phasewise.train.mixture import NO_LOSS, Mixture, Stage
-from phasewise.train.trainer import Loss, Recipe, Run, fit
+from phasewise.train.trainer import StepLoss, TrainingRecipe, TrainingRun, fit
 from tests import tiny as engines
 from tests.train import tiny
 
-SHAPE = Shape(2048, 64, 4, 4, 2, 96, head_dim=16, max_position_embeddings=512)
+SHAPE = DenseShape(2048, 64, 4, 4, 2, 96, head_dim=16, max_position_embeddings=512)
 LAYERS = kept(4, 2)
 STAGES = (Stage(1.0, 256, 700, code=0.3, long=0.2, copies=0.4, short=48),)
-Batch = tuple[list[Exchange], list[Exchange]]
+Batch = tuple[list[PromptReplyBatch], list[PromptReplyBatch]]
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +38,16 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 recipe = partial(tiny.recipe, stages=STAGES, size=700, warmup=2)
 
 
-def run(base: Path) -> tuple[Dense, Run[LowRank]]:
+def run(base: Path) -> tuple[DenseDecoder, TrainingRun[LowRank]]:
     torch.manual_seed(0)
     shapes = Unified(2).artefact(Model.load(base).config).shapes
     return dense.load(base).requires_grad_(False), skip_unified.start(LowRank(shapes))
 
 
-def tune(twin: Dense, run: Run[LowRank], steps: Recipe, out: Path, saved: object = None) -> list[list[str]]:
-    def loss(stage: Stage, batch: Batch) -> Loss:
+def tune(
+    twin: DenseDecoder, run: TrainingRun[LowRank], steps: TrainingRecipe, out: Path, saved: object = None
+) -> list[list[str]]:
+    def loss(stage: Stage, batch: Batch) -> StepLoss:
         return skip_unified.reply_loss(twin, run.model, LAYERS, batch)
 
     fit(run, loss, Exchanges(tiny.mixture()), steps, out, saved)  # type: ignore[arg-type]
@@ -78,7 +80,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(base: Path, tmp_path: Path)
     twin, straight = run(base)
     whole = tune(twin, straight, recipe(8), tmp_path / "whole")
 
-    def interrupt(run: Run[LowRank]) -> None:
+    def interrupt(run: TrainingRun[LowRank]) -> None:
         if run.step == 3:
             raise _Interrupted
 
@@ -98,7 +100,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(base: Path, tmp_path: Path)
 def test_the_command_trains_what_the_engine_then_finds(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Job, "mixture", lambda self: Mixture(tiny.tokenizer(), tiny.texts(), self.seed))
+    monkeypatch.setattr(ArtefactJob, "mixture", lambda self: Mixture(tiny.tokenizer(), tiny.texts(), self.seed))
     monkeypatch.setattr(skip_unified, "STAGES", STAGES)
     out = tmp_path / "run"
     words = ["train", "artefact", "skip.unified:speedup=2", "--model", str(base), "--out", str(out)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from phasewise.train import pocket
-from phasewise.train.dense import Dense
+from phasewise.train.dense import DenseDecoder
 from phasewise.train.mixture import CURRICULUM
 from phasewise.train.tasks import TASKS
 from phasewise.train.trainer import start, train
@@ -18,7 +18,7 @@ from phasewise.train.wording import Piece
 from tests.train import tiny
 
 
-def greedy(model: Dense, prompt: list[int], count: int) -> list[int]:
+def greedy(model: DenseDecoder, prompt: list[int], count: int) -> list[int]:
     ids = list(prompt)
     with torch.no_grad():
         for _ in range(count):
@@ -28,7 +28,7 @@ def greedy(model: Dense, prompt: list[int], count: int) -> list[int]:
 
 def test_exact_is_what_greedy_decoding_writes() -> None:
     torch.manual_seed(0)
-    model = Dense(tiny.SHAPE)
+    model = DenseDecoder(tiny.SHAPE)
     rows: list[list[Piece]] = []
     for at, length in enumerate((5, 9, 14, 3)):
         prompt = torch.randint(6, 2000, (length,)).tolist()
@@ -52,7 +52,7 @@ def test_a_row_every_so_often_and_the_run_is_the_same(tmp_path: Path) -> None:
     found = []
     for minutes in (0.0, 1e9):
         torch.manual_seed(0)
-        run, out = start(Dense(tiny.SHAPE), tiny.recipe(4)), tmp_path / str(minutes)
+        run, out = start(DenseDecoder(tiny.SHAPE), tiny.recipe(4)), tmp_path / str(minutes)
         validation = Validation(tiny.mixture(), out, minutes)
         train(run, tiny.mixture(), tiny.recipe(4, checkpoint_seconds=0.0), out, validation.when_due)
         found.append([parameter.detach().clone() for parameter in run.model.parameters()])
@@ -72,12 +72,12 @@ def test_the_command_leaves_a_model_with_all_its_papers_and_goes_on(
     monkeypatch.setattr(pocket, "pocket_tokenizer", lambda texts, out: tiny.tokenizer())
     monkeypatch.setattr(pocket, "sources", lambda held_out: dict(enumerate(tiny.texts())))
     monkeypatch.setitem(pocket.SHAPES, "target", tiny.SHAPE)
-    job = pocket.Job(tmp_path, tokens=3_000, batch=1024)
+    job = pocket.PocketJob(tmp_path, tokens=3_000, batch=1024)
     assert pocket.train(job) == tmp_path / "model"
     papers = {path.name for path in tmp_path.iterdir()}
     assert {"checkpoint.pt", "losses.csv", "validation.csv", "model"} <= papers
     first = (tmp_path / "losses.csv").read_text().splitlines()
-    pocket.train(pocket.Job(tmp_path, tokens=5_000, batch=1024, resume=True))
+    pocket.train(pocket.PocketJob(tmp_path, tokens=5_000, batch=1024, resume=True))
     longer = (tmp_path / "losses.csv").read_text().splitlines()
     assert longer[: len(first)] == first and len(longer) > len(first)
 

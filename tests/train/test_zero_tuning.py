@@ -15,15 +15,15 @@ from phasewise.errors import UserError
 from phasewise.methods.attend.dense import Dense
 from phasewise.methods.attend.zero_tuning import Tuned, ZeroTuning
 from phasewise.model.model import Model
-from phasewise.train.artefacts import Job
+from phasewise.train.artefacts import ArtefactJob
 from phasewise.train.artefacts import attend_zero_tuning as tuning
-from phasewise.train.dense import Shape
+from phasewise.train.dense import DenseShape
 from phasewise.verbs.host import Host
 from tests import oracle
 from tests import tiny as engines
 from tests.train import tiny
 
-SHAPE = Shape(2048, 64, 2, 4, 2, 96, head_dim=16, max_position_embeddings=1024)
+SHAPE = DenseShape(2048, 64, 2, 4, 2, 96, head_dim=16, max_position_embeddings=1024)
 
 
 def test_heads_are_told_apart_and_the_best_is_found() -> None:
@@ -48,7 +48,7 @@ def test_what_helps_nobody_is_dense() -> None:
 def test_the_loss_is_that_of_whole_texts() -> None:
     model = engines.model()
     texts = engines.prompts(20, 50, 33)
-    examples = [tuning.Example(text, [i % 3 != 0 for i in range(len(text))]) for text in texts]
+    examples = [tuning.TuningExample(text, [i % 3 != 0 for i in range(len(text))]) for text in texts]
     total, count = 0.0, 0
     for one in examples:
         scores = oracle.logits(model.files.path, one.tokens).log_softmax(-1)
@@ -62,8 +62,8 @@ def test_the_loss_is_that_of_whole_texts() -> None:
 
 def test_a_run_writes_what_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = tiny.lively(SHAPE, tmp_path / "model")
-    monkeypatch.setattr(Job, "mixture", lambda self: tiny.mixture())
-    path = tuning.train(ZeroTuning(), Job(str(base), tmp_path / "run", tokens=600))
+    monkeypatch.setattr(ArtefactJob, "mixture", lambda self: tiny.mixture())
+    path = tuning.train(ZeroTuning(), ArtefactJob(str(base), tmp_path / "run", tokens=600))
     assert path.name == "attend.zero_tuning.safetensors"
     with (tmp_path / "run" / "trials.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -72,7 +72,7 @@ def test_a_run_writes_what_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     best = min(rows, key=lambda row: float(row["loss"]))
     made = ZeroTuning(weights=str(path)).bind(Host(Model.load(base), None, None, None, None))  # type: ignore[arg-type]
     assert isinstance(made, Dense) == (best["heads"] == "none")
-    again = tuning.train(ZeroTuning(), Job(str(base), tmp_path / "again", tokens=600))
+    again = tuning.train(ZeroTuning(), ArtefactJob(str(base), tmp_path / "again", tokens=600))
     assert (tmp_path / "again" / "trials.csv").read_text() == (tmp_path / "run" / "trials.csv").read_text()
     assert again.read_bytes()[-64:] == path.read_bytes()[-64:]
 
@@ -80,8 +80,8 @@ def test_a_run_writes_what_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.thorough
 def test_a_run_that_was_killed_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = tiny.lively(SHAPE, tmp_path / "model")
-    monkeypatch.setattr(Job, "mixture", lambda self: tiny.mixture())
-    whole = tuning.train(ZeroTuning(), Job(str(base), tmp_path / "run", tokens=300))
+    monkeypatch.setattr(ArtefactJob, "mixture", lambda self: tiny.mixture())
+    whole = tuning.train(ZeroTuning(), ArtefactJob(str(base), tmp_path / "run", tokens=300))
     log, real, asked = tmp_path / "run" / "trials.csv", tuning.mean_loss, list[float]()
     text = log.read_text()
     log.write_text("".join(text.splitlines(keepends=True)[:8]))  # what stands there after seven trials
@@ -91,8 +91,8 @@ def test_a_run_that_was_killed_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
         return asked[-1]
 
     monkeypatch.setattr(tuning, "mean_loss", counted)
-    again = tuning.train(ZeroTuning(), Job(str(base), tmp_path / "run", tokens=300, resume=True))
+    again = tuning.train(ZeroTuning(), ArtefactJob(str(base), tmp_path / "run", tokens=300, resume=True))
     assert log.read_text() == text and len(asked) == 1 + (len(text.splitlines()) - 8)
     assert load_file(again)["lift"].equal(load_file(whole)["lift"])
     with pytest.raises(UserError, match=r"trials.csv is of another run: .* leave out --resume"):
-        tuning.train(ZeroTuning(), Job(str(base), tmp_path / "run", tokens=900, resume=True))
+        tuning.train(ZeroTuning(), ArtefactJob(str(base), tmp_path / "run", tokens=900, resume=True))

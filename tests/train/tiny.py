@@ -13,21 +13,21 @@ from random import Random
 import torch
 from tokenizers import Tokenizer
 
-from phasewise.train.dense import Dense, Shape
+from phasewise.train.dense import DenseDecoder, DenseShape
 from phasewise.train.mixture import Mixture, Stage
 from phasewise.train.pocket import export
 from phasewise.train.tasks import TASKS, turns
 from phasewise.train.tokenizer import train_tokenizer
-from phasewise.train.trainer import Recipe
+from phasewise.train.trainer import TrainingRecipe
 
-SHAPE = Shape(2048, 64, 2, 4, 2, 96, head_dim=16, max_position_embeddings=512)
+SHAPE = DenseShape(2048, 64, 2, 4, 2, 96, head_dim=16, max_position_embeddings=512)
 STAGES = (Stage(0.5, 256, 512, 0.3, 0.2, 0.2), Stage(1.0, 320, 768, 0.3, 0.2, 0.2))
 
 
-def lively(shape: Shape, folder: Path) -> Path:
+def lively(shape: DenseShape, folder: Path) -> Path:
     """A checkpoint with its tokenizer; random, but every layer does something."""
     torch.manual_seed(0)
-    model = Dense(shape)
+    model = DenseDecoder(shape)
     for name, parameter in model.named_parameters():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             torch.nn.init.normal_(parameter, std=0.1)
@@ -54,7 +54,7 @@ def mixture(seed: int = 0) -> Mixture:
 
 def recipe(
     steps: int, checkpoint_seconds: float = 1e9, *, stages: tuple[Stage, ...] = STAGES, size: int = 614, warmup: int = 4
-) -> Recipe:
+) -> TrainingRecipe:
     """So many steps of `size` tokens in the mean: of STAGES, half of the tokens are in steps of 512, half of 768."""
     decay = ((0.5, 1.0), (1.0, 0.01))
-    return Recipe(steps * size, stages, warmup_steps=warmup, decay=decay, checkpoint_seconds=checkpoint_seconds)
+    return TrainingRecipe(steps * size, stages, warmup_steps=warmup, decay=decay, checkpoint_seconds=checkpoint_seconds)

@@ -25,7 +25,7 @@ def best(run: Callable[[], object], rounds: int) -> float:
     return min(times)
 
 
-class Memory:
+class StreamedWeight:
     """A bfloat16 weight of this size, which can be read again at any time: some machines read at two speeds, and change
     between them within minutes."""
 
@@ -45,4 +45,4 @@ class Memory:
 
 def reading(rounds: int, size: tuple[int, int] = LARGE) -> float:
     """Bytes per second, measured once."""
-    return Memory(size).rate(rounds)
+    return StreamedWeight(size).rate(rounds)

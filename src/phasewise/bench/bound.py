@@ -33,7 +33,7 @@ Form = Callable[[Tensor, Tensor, int], float]
 
 
 @dataclass(frozen=True)
-class Rule:
+class VerifierOdds:
     """A verifier on guesses drawn in one way: how often it accepts one of n, and how often the best one would."""
 
     drawn: Drawn
@@ -43,16 +43,16 @@ class Rule:
 
 
 RULES = (
-    Rule("iid", "rejection", acceptance.best_independent, acceptance.independent),
-    Rule("iid", "k_seq", acceptance.best_independent, acceptance.together),
-    Rule("without_replacement", "rejection", acceptance.best_distinct),
-    Rule("top_plus_one", "rejection", acceptance.top_plus_one, acceptance.top_plus_one),
-    Rule("point", "match", acceptance.chosen, acceptance.chosen),
+    VerifierOdds("iid", "rejection", acceptance.best_independent, acceptance.independent),
+    VerifierOdds("iid", "k_seq", acceptance.best_independent, acceptance.together),
+    VerifierOdds("without_replacement", "rejection", acceptance.best_distinct),
+    VerifierOdds("top_plus_one", "rejection", acceptance.top_plus_one, acceptance.top_plus_one),
+    VerifierOdds("point", "match", acceptance.chosen, acceptance.chosen),
 )
 
 
 @dataclass
-class Recorded(Method, Sample):
+class RecordedSample(Method, Sample):
     """A `sample` for one request at a time: it writes `script`, and keeps what the model held likely at each place."""
 
     temperature: float
@@ -76,8 +76,8 @@ class Pair:
     """A model and one that guesses for it, each in an engine that writes what it is told. Raises UserError where their
     vocabularies differ."""
 
-    target: tuple[Placed, Recorded]
-    second: tuple[Placed, Recorded]
+    target: tuple[Placed, RecordedSample]
+    second: tuple[Placed, RecordedSample]
 
     @classmethod
     def of(cls, target: Bench, second: Bench, limits: Limits, temperature: float, verbs: Mapping[str, str]) -> Pair:
@@ -87,7 +87,7 @@ class Pair:
                 f"the model has {ours:,} tokens in its vocabulary, the one that guesses {theirs:,}: "
                 "give --second one made for the same tokenizer"
             )
-        records = [Recorded(temperature) for _ in range(2)]
+        records = [RecordedSample(temperature) for _ in range(2)]
         return cls(
             (target.engine(dict(verbs), limits, sample=records[0]), records[0]),
             (second.engine({}, limits, sample=records[1]), records[1]),
@@ -104,7 +104,7 @@ class Pair:
             engine.close()
 
 
-def held(engine: Placed, record: Recorded, text: Sequence[int], start: int) -> dict[int, Tensor]:
+def held(engine: Placed, record: RecordedSample, text: Sequence[int], start: int) -> dict[int, Tensor]:
     """The distributions of the engine's model at every place of a text from `start` on. Raises UserError if it
     fails."""
     record.script, record.rows = [*text, 0], {}
@@ -134,7 +134,7 @@ def _ended(engine: Placed, requests: Sequence[Request]) -> None:
 
 
 @dataclass(frozen=True)
-class Found:
+class GuessOdds:
     """One place in a text: how often one of so many guesses is accepted there by a rule, and could be at best."""
 
     task: str
@@ -147,7 +147,7 @@ class Found:
     best: float
 
 
-def measured(p: Tensor, q: Tensor, guesses: Sequence[int], place: tuple[str, int, int]) -> list[Found]:
+def measured(p: Tensor, q: Tensor, guesses: Sequence[int], place: tuple[str, int, int]) -> list[GuessOdds]:
     """All rules at one place, (task, text, position); p and q float64 [V]. What has to be drawn hangs on the place."""
     found = []
     for n in guesses:
@@ -155,5 +155,5 @@ def measured(p: Tensor, q: Tensor, guesses: Sequence[int], place: tuple[str, int
         drawn = acceptance.distinct(p, q, n, lambda: uniform(text, position, Purpose.METHOD, next(index)))  # noqa: B023
         for rule in RULES:
             accepted = drawn if rule.reached is None else rule.reached(p, q, n)
-            found.append(Found(*place, n, rule.drawn, rule.verify, accepted, rule.best(p, q, n)))
+            found.append(GuessOdds(*place, n, rule.drawn, rule.verify, accepted, rule.best(p, q, n)))
     return found

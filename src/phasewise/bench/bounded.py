@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phasewise.bench import figures, report
-from phasewise.bench.bound import Found
+from phasewise.bench.bound import GuessOdds
 from phasewise.bench.report import unique
 from phasewise.verbs.draft import Drawn
 
@@ -26,7 +26,7 @@ class Total:
     most: float
 
 
-def totals(found: Sequence[Found]) -> list[Total]:
+def totals(found: Sequence[GuessOdds]) -> list[Total]:
     """Totals by number of guesses, then in the order of the rules."""
     made = []
     for key in unique((one.guesses, one.drawn, one.verify) for one in found):

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from phasewise.bench import report
-from phasewise.bench.contender import Job, Test
+from phasewise.bench.contender import RoundWork, Test
 from phasewise.bench.rounds import agreement, median, order, ratio
 from phasewise.errors import UserError, near
 
@@ -37,7 +37,7 @@ def peers_of(name: str) -> tuple[str, ...]:
 class Compare:
     """`job` is what everybody does; `peers` are the contenders beside phasewise."""
 
-    job: Job
+    job: RoundWork
     peers: Sequence[str]
     limit: float = 1800.0  # seconds a contender may take for one round
     results: list[dict[str, Any]] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Compare:
                 turn += 1
                 yield turn
 
-    def _turn(self, job: Job) -> None:
+    def _turn(self, job: RoundWork) -> None:
         """One contender's round; what goes wrong with a peer is reported, what goes wrong with us is raised."""
         command = [sys.executable, "-m", "phasewise.bench.contender", job.text()]
         try:

@@ -25,7 +25,7 @@ CHECK = (48, 32)  # prompt and new tokens of the output that contenders are held
 
 
 @dataclass(frozen=True)
-class Job:
+class RoundWork:
     """The work of one contender in one round. `new` and `prompt` are the lengths of the decode tests."""
 
     contender: str
@@ -54,7 +54,7 @@ class Contender(Protocol):
 class Phasewise:
     """This engine, its prefix cache off."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: RoundWork) -> None:
         from phasewise.bench.drive import Bench
         from phasewise.engine.limits import Limits
 
@@ -74,7 +74,7 @@ class Phasewise:
 class Transformers:
     """transformers' `generate`: prompts of one length as one batch."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: RoundWork) -> None:
         from transformers import AutoModelForCausalLM
 
         auto: Any = AutoModelForCausalLM
@@ -100,7 +100,7 @@ class TransformersContinuous(Transformers):
 
     PAGE, STEP_TOKENS = 32, 2048
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: RoundWork) -> None:
         super().__init__(job)
         from transformers import ContinuousBatchingConfig, GenerationConfig
 
@@ -137,7 +137,7 @@ class TransformersContinuous(Transformers):
         self.manager.stop(block=True)
 
 
-CONTENDERS: dict[str, Callable[[Job], Contender]] = {
+CONTENDERS: dict[str, Callable[[RoundWork], Contender]] = {
     "phasewise": Phasewise,
     "transformers": Transformers,
     "transformers-cb": TransformersContinuous,
@@ -162,7 +162,7 @@ class Test:
     def batch(self) -> int:
         return self.size if self.kind == "decode" else 1
 
-    def length(self, job: Job) -> int:
+    def length(self, job: RoundWork) -> int:
         """Tokens of each prompt."""
         return job.prompt if self.kind == "decode" else self.size
 
@@ -170,7 +170,7 @@ class Test:
 class Stopwatch:
     """Times a contender on prompts that never come twice within a round and are the same for all contenders of it."""
 
-    def __init__(self, contender: Contender, job: Job, vocab: int) -> None:
+    def __init__(self, contender: Contender, job: RoundWork, vocab: int) -> None:
         self.contender, self.job, self.vocab = contender, job, vocab
 
     def prompts(self, name: str, batch: int, length: int) -> list[list[int]]:
@@ -203,7 +203,7 @@ class Stopwatch:
 
 def main(text: str) -> None:
     """Run a job given as JSON."""
-    job = Job(**json.loads(text))
+    job = RoundWork(**json.loads(text))
     torch.set_num_threads(job.threads or cores())
     start = time.perf_counter()
     contender = CONTENDERS[job.contender](job)

@@ -17,7 +17,7 @@ WORK = ["drafter", "tokens a pass", "accepted", "passes/token", "rows/token", "r
 
 
 @dataclass(frozen=True)
-class Result:
+class DrafterResult:
     """A drafter on a task (or on all) at one batch size. `speed`: its tokens per second over plain decoding's."""
 
     setting: str
@@ -35,10 +35,10 @@ class Result:
     same: int  # answers that are plain decoding's
 
 
-def results(heats: Sequence[Heat]) -> list[Result]:
+def results(heats: Sequence[Heat]) -> list[DrafterResult]:
     """Results by batch and drafter, plain decoding first: every task in order, then ALL, whose speed is the tasks'
     geometric mean, so that no task counts for more because its answers are longer."""
-    found: list[Result] = []
+    found: list[DrafterResult] = []
     for batch in unique(heat.batch for heat in heats):
         mine = [heat for heat in heats if heat.batch == batch]
         tasks = unique(heat.task for heat in mine)
@@ -51,13 +51,13 @@ def results(heats: Sequence[Heat]) -> list[Result]:
     return found
 
 
-def _result(heats: Sequence[Heat], setting: str, task: str | None, speed: float | None = None) -> Result:
+def _result(heats: Sequence[Heat], setting: str, task: str | None, speed: float | None = None) -> DrafterResult:
     own = [heat for heat in heats if heat.setting == setting and task in (None, heat.task)]
     plain = [heat for heat in heats if heat.setting == PLAIN and task in (None, heat.task)]
     work = sum((heat.work for heat in own[1:]), own[0].work)
     tokens, answers = sum(heat.tokens for heat in own), sum(len(heat.answers) for heat in own)
     usual = {(heat.task, heat.number): heat.answers for heat in plain}
-    return Result(
+    return DrafterResult(
         setting, task or ALL, own[0].batch,
         _rate(own) / _rate(plain) if speed is None else speed,
         tokens, answers, (tokens - answers) / max(1, sum(heat.turns for heat in own)),
@@ -77,7 +77,7 @@ def _rate(heats: Sequence[Heat]) -> float:
     return sum(heat.tokens for heat in typical) / sum(heat.seconds for heat in typical)
 
 
-def speeds(found: Sequence[Result], batch: int) -> tuple[list[str], list[list[str]]]:
+def speeds(found: Sequence[DrafterResult], batch: int) -> tuple[list[str], list[list[str]]]:
     """Header and a row per drafter, fastest first: times as fast as plain decoding, by task and over all."""
     mine = [one for one in found if one.batch == batch and one.setting != PLAIN]
     tasks = [task for task in unique(one.task for one in mine) if task != ALL]
@@ -90,7 +90,7 @@ def speeds(found: Sequence[Result], batch: int) -> tuple[list[str], list[list[st
     return ["drafter", ALL, *tasks, "tokens a pass"], body
 
 
-def work(found: Sequence[Result], batch: int) -> tuple[list[str], list[list[str]]]:
+def work(found: Sequence[DrafterResult], batch: int) -> tuple[list[str], list[list[str]]]:
     """Header and a row per drafter, plain decoding first: work per token over all tasks."""
     mine = [one for one in found if one.batch == batch and one.task == ALL]
     return WORK, [
@@ -116,7 +116,7 @@ def lengths(heats: Sequence[Heat]) -> list[str]:
     return lines
 
 
-def draw(image: Path, found: Sequence[Result], title: str) -> None:
+def draw(image: Path, found: Sequence[DrafterResult], title: str) -> None:
     """A figure per batch: a row per drafter with a bar for all tasks and a dot per task, at most seven of them."""
     batches = unique(one.batch for one in found)
     names = [row[0] for row in reversed(speeds(found, batches[0])[1])]
@@ -137,7 +137,7 @@ def draw(image: Path, found: Sequence[Result], title: str) -> None:
             axes.legend(fontsize=8, frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.1))
 
 
-def section(heats: Sequence[Heat], found: Sequence[Result], about: str, notes: Sequence[str]) -> str:
+def section(heats: Sequence[Heat], found: Sequence[DrafterResult], about: str, notes: Sequence[str]) -> str:
     """Markdown: per batch the speeds, then the work of one request alone (or of the first batch), then the answers."""
     parts = [about]
     for batch in unique(one.batch for one in found):

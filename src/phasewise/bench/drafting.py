@@ -20,7 +20,7 @@ from phasewise import catalog
 from phasewise.bench.drive import Bench
 from phasewise.bench.questions import Asked
 from phasewise.bench.rounds import order
-from phasewise.bench.settings import Setting
+from phasewise.bench.settings import BenchSetting
 from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
 from phasewise.request.counters import Counters
@@ -34,12 +34,12 @@ PERIOD, REPEATS = 32, 3  # an answer that ends in so many equal stretches of at 
 SHORTEST = 24  # tokens of such an end
 
 
-def drafters() -> list[Setting]:
+def drafters() -> list[BenchSetting]:
     """Every drafter of the catalogue, as its knobs are by default."""
-    return [Setting(name, {"draft": name}) for name in catalog.names("draft")]
+    return [BenchSetting(name, {"draft": name}) for name in catalog.names("draft")]
 
 
-class Question(NamedTuple):
+class DraftPrompt(NamedTuple):
     """A prompt, and how it is answered: greedily."""
 
     prompt: list[int]
@@ -80,7 +80,7 @@ class Drafting:
     """Contenders against plain decoding. `refused` holds those that could not run, with the reason."""
 
     bench: Bench
-    settings: Sequence[Setting]
+    settings: Sequence[BenchSetting]
     limits: Limits
     tokens: int  # of an answer, at most
     base: dict[str, str] = field(default_factory=dict)  # verbs that all contenders share, plain decoding too
@@ -128,10 +128,10 @@ class Drafting:
         """One per contender, plain decoding first. That must work; the others may refuse."""
         engines: dict[str, Placed] = {}
         limits = Limits(self.limits.budget, batch, self.limits.prefix_cache, self.limits.cluster)
-        for setting in [Setting(PLAIN), *self.settings]:
+        for setting in [BenchSetting(PLAIN), *self.settings]:
             try:
                 engine = self.bench.engine({**self.base, **setting.verbs}, limits)
-                answer(engine, [Question(warm, Params(max_tokens=WARM))] * batch)
+                answer(engine, [DraftPrompt(warm, Params(max_tokens=WARM))] * batch)
             except UserError as error:
                 if setting.name == PLAIN:
                     raise
@@ -140,17 +140,17 @@ class Drafting:
                 engines[setting.name] = engine
         return engines
 
-    def _fixed(self, plain: Placed, prompts: Sequence[list[int]]) -> list[Question]:
+    def _fixed(self, plain: Placed, prompts: Sequence[list[int]]) -> list[DraftPrompt]:
         """The prompts, each to be answered with as many tokens as plain decoding has for it, together with the others;
         not timed."""
-        _, _, answers = answer(plain, [Question(prompt, Params(max_tokens=self.tokens)) for prompt in prompts])
+        _, _, answers = answer(plain, [DraftPrompt(prompt, Params(max_tokens=self.tokens)) for prompt in prompts])
         return [
-            Question(prompt, Params(max_tokens=len(tokens), ignore_eos=True))
+            DraftPrompt(prompt, Params(max_tokens=len(tokens), ignore_eos=True))
             for prompt, tokens in zip(prompts, answers, strict=True)
         ]
 
     def _heat(
-        self, name: str, task: str, batch: int, number: int, engine: Placed, questions: Sequence[Question]
+        self, name: str, task: str, batch: int, number: int, engine: Placed, questions: Sequence[DraftPrompt]
     ) -> Heat:
         before = copy.copy(engine.counters)
         seconds, turns, answers = answer(engine, questions)
@@ -158,7 +158,7 @@ class Drafting:
 
 
 def answer(
-    engine: Placed, questions: Sequence[Question], clock: Callable[[], float] = time.perf_counter
+    engine: Placed, questions: Sequence[DraftPrompt], clock: Callable[[], float] = time.perf_counter
 ) -> tuple[float, int, list[list[int]]]:
     """-> seconds, steps that gave a request tokens after its first (summed), the answers. Raises UserError if one
     fails."""

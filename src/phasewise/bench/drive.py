@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from phasewise.bench.held import lying
-from phasewise.bench.latency import Served
+from phasewise.bench.latency import ServedRequest
 from phasewise.bench.workloads import Shot
 from phasewise.builder import Builder
 from phasewise.engine.limits import Limits
@@ -29,7 +29,7 @@ Progress = Callable[[int], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldKV:
     """The KV bytes of a request at its last token: `live` bytes of rows and of what is kept beside them and
     in drawers, and `booked` ones, which is what the budget counts: room to grow included, the prefix cache left out."""
 
@@ -46,11 +46,11 @@ class Drive:
     work: Counters
     peak_kv: int
     requests: list[Request]
-    held: list[Held] = field(default_factory=list)
+    held: list[HeldKV] = field(default_factory=list)
 
     @property
-    def served(self) -> list[Served]:
-        return [Served(r.trace, r.prompt_len, _reason(r)) for r in self.requests]
+    def served(self) -> list[ServedRequest]:
+        return [ServedRequest(r.trace, r.prompt_len, _reason(r)) for r in self.requests]
 
     @property
     def tokens_per_s(self) -> float:
@@ -98,7 +98,7 @@ def drive(
     """
     _ask(engine, {tuple(shot.prompt[: shot.shared]) for shot in shots if shot.shared})
     requests = [Request(shot.prompt, Params(max_tokens=shot.new, ignore_eos=True), slo=slo) for shot in shots]
-    held: list[Held] = []
+    held: list[HeldKV] = []
     for request in requests:
         request.watch = partial(note, request, held)
     before, peak, done = copy.copy(engine.counters), 0, 0
@@ -114,12 +114,12 @@ def drive(
     return Drive(time.perf_counter() - start, engine.counters - before, peak, requests, held)
 
 
-def note(request: Request, held: list[Held], token: int) -> bool:
+def note(request: Request, held: list[HeldKV], token: int) -> bool:
     """Told each token: at the last one, what the request holds. It never asks to stop."""
     kv = request.kv
     if kv is not None and request.n_out >= request.params.max_tokens:
         live = kv.live_bytes + kv.derived_bytes + (lying(request.state) if kv.drawn else 0)
-        held.append(Held(live, kv.bytes + kv.beside))
+        held.append(HeldKV(live, kv.bytes + kv.beside))
     return False
 
 

@@ -23,7 +23,7 @@ WIDTH = 7.6  # inches
 
 
 @dataclass(frozen=True)
-class Bar:
+class BarRow:
     """A row of a bar chart: its name, its length and the text at its end; `good` bars are coloured, others grey."""
 
     name: str
@@ -58,7 +58,7 @@ def figure(image: Path, title: str, height: float) -> Iterator[Axes]:
         pyplot.close(drawn)
 
 
-def bars(image: Path, rows: Sequence[Bar], title: str) -> None:
+def bars(image: Path, rows: Sequence[BarRow], title: str) -> None:
     """Horizontal bars, the first row on top; of more than `ROWS`, the title says how many are left out."""
     shown = rows[:ROWS]
     left = f" ({len(rows) - len(shown)} more in the table)" if len(rows) > len(shown) else ""

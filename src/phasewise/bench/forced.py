@@ -70,14 +70,14 @@ class Forced(Method, Sample):
 
 
 @dataclass(frozen=True)
-class Written:
+class ForcedTokens:
     """The model's view of each token that it was made to write: nats, and the token it would have taken."""
 
     nats: list[float]
     choices: list[int]
 
 
-def write(engine: Placed, forced: Forced, jobs: Sequence[tuple[Sequence[int], int]]) -> list[Written]:
+def write(engine: Placed, forced: Forced, jobs: Sequence[tuple[Sequence[int], int]]) -> list[ForcedTokens]:
     """Have each text written from a position on; what comes before is the prompt. `engine` must sample with `forced`.
 
     Raises UserError where a request fails, and where tokens are not decided from left to right.
@@ -131,11 +131,11 @@ def _finished(request: Request, tokens: int) -> None:
         raise UserError(f"a text of {tokens} tokens does not fit the model's context: it ends after {request.known}")
 
 
-def _written(forced: Forced, request: Request) -> Written:
+def _written(forced: Forced, request: Request) -> ForcedTokens:
     nats, wanted = forced.nats[request.id], range(request.prompt_len, request.known)
     if not all(position in nats for position in wanted):
         raise UserError(OUT_OF_ORDER)
-    return Written([nats[at] for at in wanted], [forced.choices[request.id][at] for at in wanted])
+    return ForcedTokens([nats[at] for at in wanted], [forced.choices[request.id][at] for at in wanted])
 
 
 def forced_loss(engine: Placed, forced: Forced, tokens: Sequence[int]) -> float:

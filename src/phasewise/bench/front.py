@@ -19,7 +19,7 @@ Line = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Point:
+class FrontPoint:
     """One setting on one task, beside dense. `fronts`: of which bytes nobody has less at this quality or better."""
 
     line: Line
@@ -70,17 +70,18 @@ def _family(word: str) -> str:
     return ":".join([method, *([",".join(rest)] if rest else [])])
 
 
-def points(lines: Sequence[Line]) -> dict[str, list[Point]]:
+def points(lines: Sequence[Line]) -> dict[str, list[FrontPoint]]:
     """Points by task, measured beside dense, with their Pareto fronts. Tasks without dense are left out."""
-    found: dict[str, list[Point]] = {}
+    found: dict[str, list[FrontPoint]] = {}
     for task in report.unique(line["task"] for line in lines):
         own = [line for line in lines if line["task"] == task and "refused" not in line]
         dense = next((line for line in own if line["setting"] == DENSE), None)
         if dense is not None:
-            some = [Point(line, dense) for line in own]
+            some = [FrontPoint(line, dense) for line in own]
             on = {cost: front([(point.line[cost], point.better) for point in some]) for cost in COSTS}
             found[task] = [
-                Point(point.line, dense, tuple(cost for cost in COSTS if on[cost][at])) for at, point in enumerate(some)
+                FrontPoint(point.line, dense, tuple(cost for cost in COSTS if on[cost][at]))
+                for at, point in enumerate(some)
             ]
     return found
 
@@ -99,7 +100,7 @@ def front(some: Sequence[tuple[float | None, float]]) -> list[bool]:
 
 
 # ---- for people and programs
-def cells(point: Point) -> list[str]:
+def cells(point: FrontPoint) -> list[str]:
     """A row below HEADER."""
     line, less = point.line, point.less
     shown = [f"{line[key]:.1%}" if point.percent else f"{line[key]:.3f}" for key in ("value", "low", "high")]
@@ -112,7 +113,7 @@ def cells(point: Point) -> list[str]:
     ]  # fmt: skip
 
 
-def title(task: str, some: Sequence[Point]) -> str:
+def title(task: str, some: Sequence[FrontPoint]) -> str:
     line = some[0].line
     return f"{task}: {'right answers' if line['unit'] == 'exact' else line['unit']}, n = {line['n']}"
 
@@ -165,13 +166,13 @@ def draw(image: Path, lines: Sequence[Line], about: str) -> list[Path]:
     return written
 
 
-def fewest(some: Sequence[Point], cost: str) -> list[figures.Bar]:
+def fewest(some: Sequence[FrontPoint], cost: str) -> list[figures.BarRow]:
     """A bar per family of methods: its fewest bytes without a certain loss, shortest first.
 
     After them, in grey, the best budget of each family that loses at every one. Families that save nothing are left
     out.
     """
-    found: list[tuple[bool, float, figures.Bar]] = []
+    found: list[tuple[bool, float, figures.BarRow]] = []
     for family in report.unique(point.family for point in some if point.setting != DENSE):
         own = [(share, point) for point in some if point.family == family and (share := point.share(cost)) is not None]
         kept = [(share, point) for share, point in own if not point.loses]
@@ -183,7 +184,7 @@ def fewest(some: Sequence[Point], cost: str) -> list[figures.Bar]:
         text = f"{share:.0%}"
         if not kept and point.less is not None:
             text += f", loses {point.less.text(point.percent).partition(' (')[0].lstrip('+-')}"
-        found.append((not kept, share, figures.Bar(point.setting, share, text, bool(kept))))
+        found.append((not kept, share, figures.BarRow(point.setting, share, text, bool(kept))))
     return [bar for _, _, bar in sorted(found, key=lambda one: one[:2])]
 
 

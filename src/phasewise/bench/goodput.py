@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from phasewise.bench import figures
-from phasewise.bench.latency import Served, percentile
+from phasewise.bench.latency import ServedRequest, percentile
 from phasewise.errors import UserError
 from phasewise.request.params import SLO
 
@@ -44,12 +44,12 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Point:
+class GoodputPoint:
     """One contender at one rate."""
 
     contender: str
     rate: float  # requests/s, as planned
-    served: Sequence[Served]
+    served: Sequence[ServedRequest]
 
     def share(self, slo: SLO) -> float:
         """The share of requests that came in full and within the targets."""
@@ -85,11 +85,14 @@ def goodput(points: Sequence[tuple[float, float]], share: float = SHARE) -> tupl
 
 
 def sweep(
-    contender: str, rates: Sequence[float], targets: Sequence[Target], measure: Callable[[float], Sequence[Served]]
-) -> Iterator[Point]:
+    contender: str,
+    rates: Sequence[float],
+    targets: Sequence[Target],
+    measure: Callable[[float], Sequence[ServedRequest]],
+) -> Iterator[GoodputPoint]:
     """One point per rate, rising, until it is hopeless."""
     for rate in sorted(rates):
-        point = Point(contender, rate, measure(rate))
+        point = GoodputPoint(contender, rate, measure(rate))
         yield point
         if max(point.share(target.slo) for target in targets) < HOPELESS:
             return
@@ -99,9 +102,9 @@ def bisect(
     contender: str,
     between: tuple[float, float],
     targets: Sequence[Target],
-    measure: Callable[[float], Sequence[Served]],
+    measure: Callable[[float], Sequence[ServedRequest]],
     precision: float,
-) -> Iterator[Point]:
+) -> Iterator[GoodputPoint]:
     """Points that pin down, for each target, the highest rate that still holds: to within a share of `precision`.
 
     Begins with the two rates `between`, and goes on to twice or half of them, up to FAR times, where a target holds at
@@ -109,9 +112,9 @@ def bisect(
     """
     shares: dict[float, dict[str, float]] = {}
 
-    def holds(rate: float, target: Target) -> Iterator[Point]:
+    def holds(rate: float, target: Target) -> Iterator[GoodputPoint]:
         if rate not in shares:
-            point = Point(contender, rate, measure(rate))
+            point = GoodputPoint(contender, rate, measure(rate))
             shares[rate] = {each.name: point.share(each.slo) for each in targets}
             yield point
 
@@ -133,7 +136,7 @@ def bisect(
             low, high = (middle, high) if shares[middle][target.name] >= SHARE else (low, middle)
 
 
-def table(points: Sequence[Point], targets: Sequence[Target]) -> tuple[list[str], list[list[str]]]:
+def table(points: Sequence[GoodputPoint], targets: Sequence[Target]) -> tuple[list[str], list[list[str]]]:
     """Goodput per contender and target, requests/s."""
     rows = []
     for contender in dict.fromkeys(point.contender for point in points):

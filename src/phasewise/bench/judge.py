@@ -13,7 +13,7 @@ import torch
 from phasewise.bench import quality
 from phasewise.bench.drive import Bench
 from phasewise.bench.forced import STRETCH, Forced, follow, forced_loss, write
-from phasewise.bench.quality import Measured, Row
+from phasewise.bench.quality import Row, RowScores
 from phasewise.bench.rows import agreement, calls, index, later
 from phasewise.bench.rows.agreement import AGREEMENT, NEW, Free
 from phasewise.bench.rows.subject import Subject
@@ -38,7 +38,7 @@ class Judge:
         self.engine = bench.engine(dict(verbs), llm.limits)
         self.writer = bench.engine(dict(verbs), llm.limits, sample=self.forced)
         self.answers: dict[str, list[list[int]]] = {}
-        self.found: dict[str, list[Measured]] = {}
+        self.found: dict[str, list[RowScores]] = {}
         self.asked: dict[str, list[tuple[list[int], int]]] = {}
         self._texts: dict[tuple[int, ...], list[int]] = {}  # the default's, by prompt
 
@@ -99,7 +99,7 @@ class Judge:
             return llm.tokenizer.encode(text, add_special=False)
 
         begin = llm.tokenizer.encode("")
-        text = quality.Text(encode, llm.tokenizer.decode, lambda messages: llm.encode_chat(messages), begin)
+        text = quality.TextCodec(encode, llm.tokenizer.decode, lambda messages: llm.encode_chat(messages), begin)
 
         def offer(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[int]:
             return llm.encode_chat(messages, {"tools": list(tools)})
@@ -107,7 +107,7 @@ class Judge:
         offers, chats = offer if llm.template.takes_tools else None, bool(llm.template.names)
         return Subject(generate, losses, going_on, text, self.engine.reach(""), chats, offers)
 
-    def _generated(self, task: str, subject: Subject, examples: int, seed: int, tell: Tell) -> list[Measured]:
+    def _generated(self, task: str, subject: Subject, examples: int, seed: int, tell: Tell) -> list[RowScores]:
         done = 0
 
         def loss(ids: list[int]) -> float:
@@ -120,7 +120,7 @@ class Judge:
 
         return quality.measure(subject.generate, loss, subject.text, tasks=[task], examples=examples, seed=seed)
 
-    def _agreement(self, asked: list[list[int]], tell: Tell) -> list[Measured]:
+    def _agreement(self, asked: list[list[int]], tell: Tell) -> list[RowScores]:
         def base(prompts: list[list[int]]) -> list[list[int]]:
             missing = [prompt for prompt in prompts if tuple(prompt) not in self._texts]
             for prompt, request in zip(missing, free(self.llm.engine, AGREEMENT, missing, NEW, lambda done: None)):

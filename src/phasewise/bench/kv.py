@@ -21,10 +21,10 @@ import torch
 
 from phasewise import catalog
 from phasewise.bench import machine, report
-from phasewise.bench.drive import Held, note
+from phasewise.bench.drive import HeldKV, note
 from phasewise.bench.judge import Judge
 from phasewise.bench.rows import index
-from phasewise.bench.settings import Setting
+from phasewise.bench.settings import BenchSetting
 from phasewise.errors import UserError
 from phasewise.llm import LLM
 from phasewise.options import DEFAULTS
@@ -44,7 +44,7 @@ Bar = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 
 
 # ---- who takes part
-def every(most: int | None = None) -> list[Setting]:
+def every(most: int | None = None) -> list[BenchSetting]:
     """Every lossy method that concerns the KV, at each step of its ladder, or at `most` of them."""
     found = []
     for verb in (*KEEPING, CHANGING):
@@ -61,11 +61,11 @@ def _concerns(verb: str, name: str) -> bool:
     return verb in KEEPING and name != DEFAULTS[verb]
 
 
-def chosen(texts: Sequence[str], most: int | None = None) -> list[Setting]:
+def chosen(texts: Sequence[str], most: int | None = None) -> list[BenchSetting]:
     """Settings from text, each once; a single method without knobs stands for its ladder. Raises UserError."""
-    found: dict[str, Setting] = {}
+    found: dict[str, BenchSetting] = {}
     for text in texts:
-        setting = Setting.parse(text)
+        setting = BenchSetting.parse(text)
         [(verb, method), *others] = setting.verbs.items()
         alone = not others and ":" not in method and _concerns(verb, method)
         for one in ladder(verb, method, most) if alone else [setting]:
@@ -73,7 +73,7 @@ def chosen(texts: Sequence[str], most: int | None = None) -> list[Setting]:
     return list(found.values())
 
 
-def ladder(verb: str, name: str, most: int | None = None) -> list[Setting]:
+def ladder(verb: str, name: str, most: int | None = None) -> list[BenchSetting]:
     """A method at each step of the ladder that it declares, or at `most` of them, spread evenly, the last included.
     Steps that differ in more than numbers (who shares rows out, weights or none) are ladders of their own."""
     method = catalog.method(verb, name)
@@ -87,7 +87,7 @@ def ladder(verb: str, name: str, most: int | None = None) -> list[Setting]:
     found = []
     for knobs in steps:
         text = name + (":" + ",".join(f"{knob}={value}" for knob, value in knobs.items()) if knobs else "")
-        found.append(Setting(" ".join([f"{verb}={text}", *map("=".join, beside.items())]), {verb: text, **beside}))
+        found.append(BenchSetting(" ".join([f"{verb}={text}", *map("=".join, beside.items())]), {verb: text, **beside}))
     return found
 
 
@@ -136,7 +136,7 @@ def count(engine: Placed, jobs: Sequence[tuple[Sequence[int], int]]) -> Bytes:
 @torch.inference_mode()
 def _one(engine: Placed, prompt: Sequence[int], new: int) -> Bytes:
     engine.forget_prefixes()
-    request, held = Request(prompt, Params(max_tokens=new, ignore_eos=True)), list[Held]()
+    request, held = Request(prompt, Params(max_tokens=new, ignore_eos=True)), list[HeldKV]()
     request.watch = partial(note, request, held)
     start = copy.copy(engine.counters)
     engine.add(request)
@@ -170,12 +170,12 @@ def looks(asked: Sequence[tuple[list[int], int]], seed: int) -> list[tuple[list[
 
 # ---- everything
 @dataclass
-class Measuring:
+class KVBench:
     """Settings beside dense, on rows of `phasewise eval`. `base`: verbs that all share, dense too."""
 
     llm: LLM
     model: str  # its name in what is written
-    settings: Sequence[Setting]
+    settings: Sequence[BenchSetting]
     tasks: Sequence[str]
     examples: int
     seed: int = 0
@@ -205,7 +205,7 @@ class Measuring:
         UserError where dense cannot be measured."""
         done = {(line["setting"], line["task"]) for line in self.known(have)}
         total, number = (1 + len(self.settings)) * len(self.tasks), len(done)
-        for setting in [Setting(DENSE), *self.settings]:
+        for setting in [BenchSetting(DENSE), *self.settings]:
             missing = [task for task in self.tasks if (setting.name, task) not in done]
             judge: Judge | UserError | None = None
             for task in missing:
@@ -218,7 +218,7 @@ class Measuring:
                     raise UserError(f"{task}: {line['refused']}")
                 yield self.about(setting.name, task) | line
 
-    def _judge(self, setting: Setting) -> Judge | UserError:
+    def _judge(self, setting: BenchSetting) -> Judge | UserError:
         try:
             return Judge(self.llm, {**self.base, **setting.verbs})
         except UserError as error:

@@ -13,7 +13,7 @@ QUANTILES = (0.5, 0.9, 0.99)
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedRequest:
     """One request as it was served: its time stamps (`arrived` = when it was due), and an error if it failed."""
 
     trace: Trace
@@ -42,7 +42,7 @@ def percentile(values: Sequence[float], q: float) -> float | None:
     return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
 
 
-def summary(served: Sequence[Served], seconds: float, slo: SLO | None = None) -> dict[str, float | int | None]:
+def summary(served: Sequence[ServedRequest], seconds: float, slo: SLO | None = None) -> dict[str, float | int | None]:
     """Flat numbers, times in seconds. Latencies count requests that came in full; rates count over `seconds`.
 
     ITL is the gap between successive emissions, each of which may hold several tokens; TPOT is per token.

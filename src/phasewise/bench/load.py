@@ -12,7 +12,7 @@ from typing import Any
 
 import uvloop
 
-from phasewise.bench.latency import Served
+from phasewise.bench.latency import ServedRequest
 from phasewise.bench.recording import Ear, counted, stamps
 from phasewise.bench.stream import post
 from phasewise.bench.workloads import Shot
@@ -22,18 +22,18 @@ from phasewise.request.trace import Trace
 Progress = Callable[[int], object]
 
 
-class Load:
+class LoadClient:
     """A client of one server. Latencies count from when a request was due: a late client hides no slow server."""
 
     def __init__(self, url: str, model: str, clock: Callable[[], float] = time.perf_counter) -> None:
         self.url, self.model, self.clock = url, model, clock
         self.late = 0.0  # the most seconds that sending lagged behind the plan
 
-    async def run(self, shots: Sequence[Shot], progress: Progress = lambda done: None) -> list[Served]:
+    async def run(self, shots: Sequence[Shot], progress: Progress = lambda done: None) -> list[ServedRequest]:
         """Send every request at its time; one result per request, in order, failures included."""
         start, done = self.clock(), 0
 
-        async def one(shot: Shot) -> Served:
+        async def one(shot: Shot) -> ServedRequest:
             nonlocal done
             served = await self._one(shot, start + shot.arrival)
             done += 1
@@ -42,7 +42,7 @@ class Load:
 
         return list(await asyncio.gather(*(one(shot) for shot in shots)))
 
-    async def _one(self, shot: Shot, due: float) -> Served:
+    async def _one(self, shot: Shot, due: float) -> ServedRequest:
         await asyncio.sleep(max(0.0, due - self.clock()))
         self.late = max(self.late, self.clock() - due)
         trace, error = Trace(due), None
@@ -53,7 +53,7 @@ class Load:
         trace.left = self.clock()
         if error is None and sum(trace.counts) < shot.new:
             error = f"asked for {shot.new} tokens, got {sum(trace.counts)}"
-        return Served(trace, len(shot.prompt), error)
+        return ServedRequest(trace, len(shot.prompt), error)
 
     async def _stream(self, shot: Shot, trace: Trace) -> None:
         """One streamed completion."""
@@ -107,35 +107,35 @@ def served_model(url: str) -> str:
 
 
 @dataclass(frozen=True)
-class Result:
+class LoadResult:
     """The outcome of a load: wall-clock seconds, and by how many seconds the client itself was late at worst."""
 
     model: str
-    served: list[Served]
+    served: list[ServedRequest]
     seconds: float
     late: float
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedLoad:
     """A load with all that is known of it: rows for a file, and why the server's events are missing, if they are."""
 
-    result: Result
+    result: LoadResult
     rows: list[dict[str, Any]]
     counters: dict[str, float]
     why: str | None
 
 
-def measure(url: str, shots: Sequence[Shot], progress: Progress) -> Result:
+def measure(url: str, shots: Sequence[Shot], progress: Progress) -> LoadResult:
     """Run a load against a server. Raises UserError if none answers."""
-    return uvloop.run(_measured(Load(url, served_model(url)), shots, progress))
+    return uvloop.run(_measured(LoadClient(url, served_model(url)), shots, progress))
 
 
-def record(url: str, shots: Sequence[Shot], progress: Progress) -> Recorded:
+def record(url: str, shots: Sequence[Shot], progress: Progress) -> RecordedLoad:
     """The same, on record."""
-    load = Load(url, served_model(url))
+    load = LoadClient(url, served_model(url))
 
-    async def run() -> tuple[Result, Ear]:
+    async def run() -> tuple[LoadResult, Ear]:
         async with Ear(url) as ear:
             return await _measured(load, shots, progress), ear
 
@@ -143,10 +143,10 @@ def record(url: str, shots: Sequence[Shot], progress: Progress) -> Recorded:
     result, ear = uvloop.run(run())
     counters = {name: value - before.get(name, 0.0) for name, value in counted(url).items()}
     start = min(one.trace.arrived for one in result.served)
-    return Recorded(result, [*stamps(result.served, start), *ear.rows], counters, ear.why)
+    return RecordedLoad(result, [*stamps(result.served, start), *ear.rows], counters, ear.why)
 
 
-async def _measured(load: Load, shots: Sequence[Shot], progress: Progress) -> Result:
+async def _measured(load: LoadClient, shots: Sequence[Shot], progress: Progress) -> LoadResult:
     start = time.perf_counter()
     served = await load.run(shots, progress)
-    return Result(load.model, served, time.perf_counter() - start, load.late)
+    return LoadResult(load.model, served, time.perf_counter() - start, load.late)

@@ -61,7 +61,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Measured:
+class RowScores:
     """A row, and what each of its examples came to (1 or 0 for an answer), to be paired with another method's."""
 
     row: Row
@@ -69,7 +69,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Text:
+class TextCodec:
     """Turns text into token ids of the model under test, and back."""
 
     encode: Callable[[str], list[int]]
@@ -78,7 +78,7 @@ class Text:
     begin: list[int] = field(default_factory=list)  # what the model expects before a text, such as a BOS
 
     @classmethod
-    def load(cls, folder: Path) -> Text:
+    def load(cls, folder: Path) -> TextCodec:
         """From a folder with tokenizer.json and a tokenizer_config.json that holds a chat template."""
         backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
         config = json.loads((folder / "tokenizer_config.json").read_text())
@@ -95,20 +95,20 @@ class Text:
 
 
 def evaluate(
-    generate: Generate, loss: Loss, text: Text, *, tasks: Iterable[str] = ALL, examples: int = 100, seed: int = 0
+    generate: Generate, loss: Loss, text: TextCodec, *, tasks: Iterable[str] = ALL, examples: int = 100, seed: int = 0
 ) -> list[Row]:
     """The rows of `measure`."""
     return [one.row for one in measure(generate, loss, text, tasks=tasks, examples=examples, seed=seed)]
 
 
 def measure(
-    generate: Generate, loss: Loss, text: Text, *, tasks: Iterable[str] = ALL, examples: int = 100, seed: int = 0
-) -> list[Measured]:
+    generate: Generate, loss: Loss, text: TextCodec, *, tasks: Iterable[str] = ALL, examples: int = 100, seed: int = 0
+) -> list[RowScores]:
     """Measure every named row on `examples` examples drawn with `seed`; none of them is ever trained on.
 
     Raises UserError for an unknown row name.
     """
-    rows: list[Measured] = []
+    rows: list[RowScores] = []
     for name in tasks:
         rng = Random(f"{seed} {name}")
         if name == CODE_LOSS:
@@ -124,14 +124,14 @@ def measure(
     return rows
 
 
-def accuracy(name: str, generate: Generate, text: Text, examples: Sequence[Example]) -> Measured:
+def accuracy(name: str, generate: Generate, text: TextCodec, examples: Sequence[Example]) -> RowScores:
     """Exact accuracy of greedy replies."""
     room = max(len(text.encode(item.answer)) for item in examples) + 8
     replies = generate([text.chat(item.messages) for item in examples], room)
     return graded(name, [item.check(text.decode(reply)) for item, reply in zip(examples, replies, strict=True)])
 
 
-def next_line(generate: Generate, text: Text, rng: Random, examples: int) -> Measured:
+def next_line(generate: Generate, text: TextCodec, rng: Random, examples: int) -> RowScores:
     """The share of held-out library code whose next line is completed exactly (indentation included)."""
     prompts, wanted = [], []
     files = [source.splitlines(keepends=True) for source in sources(held_out=True).values()]
@@ -149,7 +149,7 @@ def _first_line(reply: str) -> str:
     return next((line.rstrip() for line in reply.splitlines() if line.strip()), "")
 
 
-def code_loss(loss: Loss, text: Text, rng: Random, examples: int) -> list[Measured]:
+def code_loss(loss: Loss, text: TextCodec, rng: Random, examples: int) -> list[RowScores]:
     """Loss on windows of held-out library source, per token and per byte."""
     ids = text.encode("\n\n".join(sources(held_out=True).values()))
     nats, bits = [], []
@@ -161,19 +161,19 @@ def code_loss(loss: Loss, text: Text, rng: Random, examples: int) -> list[Measur
     return [averaged(CODE_LOSS, "nats/token", nats), averaged(CODE_LOSS, "bits/byte", bits)]
 
 
-def per_byte(nats: float, text: Text, scored: list[int]) -> float:
+def per_byte(nats: float, text: TextCodec, scored: list[int]) -> float:
     """A mean loss in nats per token as bits per byte of the text of these tokens."""
     return nats * len(scored) / math.log(2) / max(1, len(text.decode(scored).encode()))
 
 
-def graded(name: str, grades: Sequence[bool]) -> Measured:
+def graded(name: str, grades: Sequence[bool]) -> RowScores:
     """A row of answers that are right or wrong."""
-    return Measured(proportion(name, sum(grades), len(grades)), [float(grade) for grade in grades])
+    return RowScores(proportion(name, sum(grades), len(grades)), [float(grade) for grade in grades])
 
 
-def averaged(name: str, unit: str, values: Sequence[float]) -> Measured:
+def averaged(name: str, unit: str, values: Sequence[float]) -> RowScores:
     """A row of numbers."""
-    return Measured(mean(name, unit, values), list(values))
+    return RowScores(mean(name, unit, values), list(values))
 
 
 def proportion(name: str, right: int, n: int, unit: str = "exact") -> Row:

@@ -8,7 +8,7 @@ import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
-from phasewise.bench.latency import Served
+from phasewise.bench.latency import ServedRequest
 from phasewise.bench.stream import get
 from phasewise.errors import UserError
 
@@ -63,7 +63,7 @@ class Ear:
         return data | {"at": round(data["at"] - self._first, 6)}
 
 
-def stamps(served: Sequence[Served], start: float) -> list[dict[str, Any]]:
+def stamps(served: Sequence[ServedRequest], start: float) -> list[dict[str, Any]]:
     """A row for every request: when it was due, when its tokens came, seconds after `start`, and how many at a time."""
     return [
         {

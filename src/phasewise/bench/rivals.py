@@ -8,9 +8,9 @@ from typing import Any
 
 from phasewise.bench import report
 from phasewise.bench.latency import summary
-from phasewise.bench.load import Result
+from phasewise.bench.load import LoadResult
 from phasewise.bench.rounds import interval, median, order, ratio
-from phasewise.bench.settings import DEFAULT, Setting
+from phasewise.bench.settings import DEFAULT, BenchSetting
 from phasewise.bench.workloads import Shot
 from phasewise.errors import UserError
 
@@ -39,7 +39,7 @@ class Rival:
             return cls(name.partition("://")[2] or name, address.rstrip("/"))
         if text == DEFAULT:
             return cls(DEFAULT)
-        setting = Setting.parse(text)
+        setting = BenchSetting.parse(text)
         return cls(setting.name, verbs=setting.verbs)
 
 
@@ -54,7 +54,7 @@ def rivals(texts: Sequence[str]) -> list[Rival]:
     return found
 
 
-Measure = Callable[[str, Sequence[Shot]], Result]
+Measure = Callable[[str, Sequence[Shot]], LoadResult]
 
 
 @dataclass

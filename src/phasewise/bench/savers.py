@@ -17,7 +17,7 @@ from phasewise import catalog
 from phasewise.bench.drive import Bench
 from phasewise.bench.prompts import Prompts
 from phasewise.bench.rounds import order
-from phasewise.bench.settings import Setting
+from phasewise.bench.settings import BenchSetting
 from phasewise.engine.engine import Engine
 from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
@@ -33,20 +33,20 @@ STEADY = 0.1  # how far the rate at which memory is read may be off after a roun
 PROMPTS_FIRST = {"schedule": "prefill_first"}  # nobody decodes until all prompts are there: equal contexts
 
 
-def contenders(given: Sequence[str]) -> list[Setting]:
+def contenders(given: Sequence[str]) -> list[BenchSetting]:
     """Settings as they are written, `neutral` and `work` standing for all savers that way; everybody where none is
     given. Raises UserError."""
-    found: dict[str, Setting] = {}
+    found: dict[str, BenchSetting] = {}
     for text in given or (NEUTRAL, WORK):
-        for setting in savers((text,)) if text in (NEUTRAL, WORK) else [Setting.parse(text)]:
+        for setting in savers((text,)) if text in (NEUTRAL, WORK) else [BenchSetting.parse(text)]:
             found.setdefault(setting.name, setting)
     return list(found.values())
 
 
-def savers(ways: Sequence[str] = (WORK, NEUTRAL)) -> list[Setting]:
+def savers(ways: Sequence[str] = (WORK, NEUTRAL)) -> list[BenchSetting]:
     """Every method of these verbs but the defaults: at its neutral setting, where it must cost nothing, and at work: as
     its knobs are by default, without training."""
-    found: dict[str, Setting] = {}
+    found: dict[str, BenchSetting] = {}
     for verb in SAVING:
         for name in catalog.names(verb):
             if name == DEFAULTS[verb]:
@@ -58,12 +58,14 @@ def savers(ways: Sequence[str] = (WORK, NEUTRAL)) -> list[Setting]:
                 if way not in ways:
                     continue
                 text = name + (":" + ",".join(f"{knob}={value}" for knob, value in knobs.items()) if knobs else "")
-                found.setdefault(f"{verb}={text}", Setting(f"{verb}={name if words else text}{words}", {verb: text}))
+                found.setdefault(
+                    f"{verb}={text}", BenchSetting(f"{verb}={name if words else text}{words}", {verb: text})
+                )
     return list(found.values())
 
 
 @dataclass(frozen=True)
-class Load:
+class BatchLoad:
     """`batch` requests with the same prompt of `tokens` tokens; each round decodes `new` of every one. As many rounds
     again may be measured anew."""
 
@@ -88,7 +90,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class SettingTurn:
     """One setting's turn in one round; `group`: who was alive together."""
 
     setting: str
@@ -104,11 +106,11 @@ class Turn:
 class Resident:
     """An engine that is kept alive with the requests of a batch."""
 
-    def __init__(self, setting: Setting, engine: Engine) -> None:
+    def __init__(self, setting: BenchSetting, engine: Engine) -> None:
         self.setting, self.engine = setting, engine
         self.requests: list[Request] = []
 
-    def need(self, load: Load, batch: int) -> int:
+    def need(self, load: BatchLoad, batch: int) -> int:
         """Bytes of KV for a batch, and for the shared prompt in the prefix cache."""
         return (batch + 1) * self.engine.recipes[""].need(load.tokens + load.most)
 
@@ -156,11 +158,11 @@ class Savers:
     alive together, dense in each: all at once where the KV budget holds them; `anew`, how many rounds did not count."""
 
     bench: Bench
-    settings: Sequence[Setting]
-    load: Load
+    settings: Sequence[BenchSetting]
+    load: BatchLoad
     limits: Limits
     base: Mapping[str, str] = field(default_factory=dict)  # verbs that every contender shares, dense too
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[SettingTurn] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     groups: dict[int, list[list[str]]] = field(default_factory=dict)
     anew: int = 0
@@ -201,14 +203,16 @@ class Savers:
             self.refused[one.setting.name] = str(error)
         return one.setting.name not in self.refused
 
-    def _rounds(self, alive: Sequence[Resident], batch: int, group: int, memory: Callable[[], float]) -> Iterator[Turn]:
+    def _rounds(
+        self, alive: Sequence[Resident], batch: int, group: int, memory: Callable[[], float]
+    ) -> Iterator[SettingTurn]:
         for one in alive:
             one.decode(self.load.new)  # what is derived from the prompt is derived here
         spare, rate = self.load.rounds, memory()
         for number in range(self.load.rounds):
             while True:
                 turns = [
-                    Turn(one.setting.name, batch, group, number, *one.decode(self.load.new), rate)
+                    SettingTurn(one.setting.name, batch, group, number, *one.decode(self.load.new), rate)
                     for one in order(alive, number)
                 ]
                 before, rate = rate, memory()
@@ -221,7 +225,7 @@ class Savers:
         """One per setting, dense first. Dense must work; the others may refuse."""
         found: dict[str, Resident] = {}
         limits = Limits(self.limits.budget, max(self.load.batches), self.limits.prefix_cache)
-        for setting in [Setting(DENSE), *self.settings]:
+        for setting in [BenchSetting(DENSE), *self.settings]:
             try:
                 engine = self.bench.engine({**PROMPTS_FIRST, **self.base, **setting.verbs}, limits)
             except UserError as error:

@@ -33,7 +33,7 @@ ENDLESS = {
 
 
 @dataclass(frozen=True)
-class Case:
+class SchemaCase:
     """A schema, and instances of which is known whether they are valid."""
 
     name: str
@@ -42,7 +42,7 @@ class Case:
 
 
 @dataclass
-class Verdict:
+class SchemaVerdict:
     """`right`: every instance is judged as it is marked; `wrong`: one is not; `refused`: the schema cannot be honoured,
     and `why`. Seconds of compiling it, and of each mask along the instances."""
 
@@ -58,19 +58,19 @@ class Verdict:
                 "masks": len(self.masks), "mask_p50_s": p50, "mask_p99_s": p99}  # fmt: skip
 
 
-def read(path: Path) -> list[Case]:
+def read(path: Path) -> list[SchemaCase]:
     """One case per line: `name`, `schema` and `tests`, each with `data` and `valid`. Raises UserError."""
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
         return [
-            Case(str(row["name"]), row["schema"], [(t["data"], bool(t["valid"])) for t in row["tests"]])
+            SchemaCase(str(row["name"]), row["schema"], [(t["data"], bool(t["valid"])) for t in row["tests"]])
             for row in lines
         ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is no file of schemas with tests ({type(error).__name__}: {error})") from error
 
 
-def judge(cases: Sequence[Case], tokenizer: Tokenizer, words: Words) -> Iterator[Verdict]:
+def judge(cases: Sequence[SchemaCase], tokenizer: Tokenizer, words: Words) -> Iterator[SchemaVerdict]:
     """Judges each schema. Raises UserError where llguidance is not installed."""
     theirs = words.tokenizer()
     for case in cases:
@@ -78,9 +78,9 @@ def judge(cases: Sequence[Case], tokenizer: Tokenizer, words: Words) -> Iterator
         try:
             grammar = compiled({"json_schema": case.schema}, theirs)
         except UserError as error:
-            yield Verdict(case.name, "refused", str(error), time.perf_counter() - began)
+            yield SchemaVerdict(case.name, "refused", str(error), time.perf_counter() - began)
             continue
-        verdict = Verdict(case.name, "right", compile=time.perf_counter() - began)
+        verdict = SchemaVerdict(case.name, "right", compile=time.perf_counter() - began)
         for data, valid in case.tests:
             ids = tokenizer.encode(json.dumps(data, ensure_ascii=False), add_special=False)
             if follows(grammar, ids, words, verdict.masks) != valid:
@@ -104,7 +104,7 @@ def follows(grammar: Compiled, ids: Sequence[int], words: Words, seconds: list[f
 
 
 @dataclass(frozen=True)
-class Pace:
+class SchemaPace:
     """Answers that follow a schema beside free ones, all prompts at once: seconds of each round by contender, per token
     and per pass (the median of those that all requests shared), and the tokens that a pass gave each request."""
 
@@ -121,13 +121,13 @@ class Pace:
         return ratio(self.step["schema"], self.step["free"])
 
 
-def pace(engine: Callable[[], Placed], prompts: Sequence[list[int]], new: int, rounds: int) -> Pace:
+def pace(engine: Callable[[], Placed], prompts: Sequence[list[int]], new: int, rounds: int) -> SchemaPace:
     """Both take a turn in each round, in rotating order."""
     asked = {
         "schema": Params(max_tokens=new, ask={"json_schema": ENDLESS}),
         "free": Params(max_tokens=new, ignore_eos=True),
     }
-    found = Pace({name: {} for name in asked}, {name: {} for name in asked}, {})
+    found = SchemaPace({name: {} for name in asked}, {name: {} for name in asked}, {})
     placed = engine()
     for number in range(-1, rounds):  # the first one warms up
         for name in order(list(asked), number):

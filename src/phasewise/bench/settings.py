@@ -23,14 +23,14 @@ DEFAULT = "default"
 
 
 @dataclass(frozen=True)
-class Setting:
+class BenchSetting:
     """One contender: a name for the table and the verbs it sets."""
 
     name: str
     verbs: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def parse(cls, text: str) -> Setting:
+    def parse(cls, text: str) -> BenchSetting:
         """From `draft=prompt_lookup:k=6 evict=streaming` (verbs separated by spaces); `draft=none`: no drafting.
 
         Raises UserError.
@@ -50,7 +50,7 @@ class Setting:
         return cls(" ".join(f"{verb}={method}" for verb, method in verbs.items()), verbs)
 
 
-def untrained() -> list[Setting]:
+def untrained() -> list[BenchSetting]:
     """Every method of the catalogue that needs nothing, at its default knobs, one at a time."""
     found = []
     for verb, name, method in catalog.every():
@@ -58,12 +58,12 @@ def untrained() -> list[Setting]:
             continue
         if any(slot not in DEFAULTS for slot in catalog.slots_of(method) if slot in PARTS_OF_DECODE):
             continue  # needs a drafter: the drafters' own settings bring it in
-        found.append(Setting(f"{verb}={name}", {verb: name}))
+        found.append(BenchSetting(f"{verb}={name}", {verb: name}))
     return found
 
 
 @dataclass(frozen=True)
-class Trial:
+class SettingTrial:
     """One run of one setting in one round; `same` is the share of tokens before the first one that differs."""
 
     setting: str
@@ -101,11 +101,11 @@ class Comparison:
     """Settings against the default on the same prompts. `refused` holds those that could not run, with the reason."""
 
     bench: Bench
-    settings: Sequence[Setting]
+    settings: Sequence[BenchSetting]
     limits: Limits
     base: dict[str, str] = field(default_factory=dict)  # verbs that every contender shares, the default too
     fit_bytes: int = 256 << 20  # a KV budget, to tell how many requests it holds
-    trials: list[Trial] = field(default_factory=list)
+    trials: list[SettingTrial] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
 
     def run(self, rounds: int, shots: Callable[[int], list[Shot]]) -> Iterator[int]:
@@ -122,13 +122,13 @@ class Comparison:
                 yield number * len(engines) + len(pending)
             assert base is not None
             self.trials += [
-                Trial(name, number, run, agreement([r.out for r in run.requests], base)) for name, run in pending
+                SettingTrial(name, number, run, agreement([r.out for r in run.requests], base)) for name, run in pending
             ]
 
     def _engines(self, warm: list[Shot]) -> dict[str, Placed]:
         """An engine per setting, each warmed up. The default must work; the others may refuse."""
         engines: dict[str, Placed] = {}
-        for setting in [Setting(DEFAULT), *self.settings]:
+        for setting in [BenchSetting(DEFAULT), *self.settings]:
             try:
                 engine = self.bench.engine({**self.base, **setting.verbs}, self.limits)
                 drive(engine, warm)

@@ -101,7 +101,7 @@ class Lognormal:
 
 
 @dataclass(frozen=True)
-class Trace:
+class RequestTrace:
     """Requests of a recorded service: a CSV with the columns TIMESTAMP, ContextTokens and GeneratedTokens.
 
     `scale` shortens all lengths for a small machine; `start` is the first row taken.
@@ -136,7 +136,7 @@ class Trace:
         return rows[self.start :]
 
 
-KINDS: dict[str, type] = {"fixed": Fixed, "shared": Shared, "lognormal": Lognormal, "trace": Trace}
+KINDS: dict[str, type] = {"fixed": Fixed, "shared": Shared, "lognormal": Lognormal, "trace": RequestTrace}
 
 
 def lengths(text: str) -> Lengths:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from phasewise.bench import figures, report
 from phasewise.bench.rounds import Ratio, ratio
-from phasewise.bench.savers import DENSE, Turn
+from phasewise.bench.savers import DENSE, SettingTurn
 from phasewise.model.model import Model
 
 LEAST = 0.01  # a promised gain below 1 % is none that a share could be told of
@@ -53,9 +53,9 @@ def layer_bytes(model: Model) -> float:
     return (model.weight_bytes - embeddings) / model.config.layers
 
 
-def worths(turns: Sequence[Turn], per_layer: float) -> list[Worth]:
+def worths(turns: Sequence[SettingTurn], per_layer: float) -> list[Worth]:
     """Gains by batch, dense first. `per_layer`: bytes of a layer's weights."""
-    runs: dict[tuple[int, int, str], list[Turn]] = {}
+    runs: dict[tuple[int, int, str], list[SettingTurn]] = {}
     for turn in turns:
         runs.setdefault((turn.batch, turn.group, turn.setting), []).append(turn)
     found: dict[tuple[int, str], Worth] = {}
@@ -71,11 +71,11 @@ def worths(turns: Sequence[Turn], per_layer: float) -> list[Worth]:
     return sorted(found.values(), key=lambda worth: (worth.batch, worth.setting != DENSE))
 
 
-def _by_round(turns: Sequence[Turn]) -> dict[int, float]:
+def _by_round(turns: Sequence[SettingTurn]) -> dict[int, float]:
     return {turn.number: turn.seconds for turn in turns}
 
 
-def _middle(turns: Sequence[Turn], name: str) -> float:
+def _middle(turns: Sequence[SettingTurn], name: str) -> float:
     return float(statistics.median(getattr(turn, name) for turn in turns))
 
 
@@ -90,7 +90,7 @@ def cells(worth: Worth) -> list[str]:
     ]  # fmt: skip
 
 
-def write_csv(path: Path, turns: Sequence[Turn], found: Sequence[Worth], about: Mapping[str, object]) -> None:
+def write_csv(path: Path, turns: Sequence[SettingTurn], found: Sequence[Worth], about: Mapping[str, object]) -> None:
     """A line per turn, with what came out for its setting and batch, and columns for `about`."""
     by = {(worth.batch, worth.setting): worth for worth in found}
     lines = []

@@ -12,8 +12,8 @@ import typer
 from phasewise.errors import UserError
 
 if TYPE_CHECKING:
-    from phasewise.bench.goodput import Point, Target
-    from phasewise.bench.latency import Served
+    from phasewise.bench.goodput import GoodputPoint, Target
+    from phasewise.bench.latency import ServedRequest
     from phasewise.bench.prompts import Prompts
     from phasewise.bench.workloads import Shot
     from phasewise.request.params import SLO
@@ -151,8 +151,8 @@ class Rates:
         return found
 
     def points(
-        self, contender: str, targets: Sequence[Target], measure: Callable[[float], Sequence[Served]]
-    ) -> Iterator[Point]:
+        self, contender: str, targets: Sequence[Target], measure: Callable[[float], Sequence[ServedRequest]]
+    ) -> Iterator[GoodputPoint]:
         """The measured points of one contender."""
         from phasewise.bench.goodput import bisect, sweep
 

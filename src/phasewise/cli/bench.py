@@ -16,7 +16,7 @@ from phasewise.cli.progress import counting, working
 from phasewise.errors import UserError
 
 if TYPE_CHECKING:
-    from phasewise.bench.load import Recorded
+    from phasewise.bench.load import RecordedLoad
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -111,7 +111,7 @@ def load(
         _keep(record, engine, row, recorded)
 
 
-def _keep(path: Path, engine: EngineOptions, row: dict[str, Any], recorded: Recorded) -> None:
+def _keep(path: Path, engine: EngineOptions, row: dict[str, Any], recorded: RecordedLoad) -> None:
     """Write the record of one run into a file."""
     from phasewise.bench.report import json_lines
 

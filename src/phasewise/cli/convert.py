@@ -43,10 +43,10 @@ def kv_heads(
       phasewise eval recall@1k code --model runs/pocket-1kv
     """
     from phasewise.cli.progress import counting
-    from phasewise.train.kv_heads import Job
+    from phasewise.train.kv_heads import KVHeadsJob
     from phasewise.train.kv_heads import convert as make
 
-    job = Job(model, heads, out, tokens, seed, resume)
+    job = KVHeadsJob(model, heads, out, tokens, seed, resume)
     if resume and not (job.aside / "checkpoint.pt").is_file():
         raise UserError(f"there is nothing to resume: {job.aside / 'checkpoint.pt'} does not exist; leave --resume out")
     if resume and not tokens:

@@ -15,10 +15,10 @@ from phasewise.cli.progress import counting, working
 from phasewise.errors import UserError
 
 if TYPE_CHECKING:
-    from phasewise.bench.bound import Found
+    from phasewise.bench.bound import GuessOdds
     from phasewise.bench.drafting import Drafting
     from phasewise.bench.questions import Asked
-    from phasewise.bench.settings import Setting
+    from phasewise.bench.settings import BenchSetting
     from phasewise.llm import LLM
 
 INTRO = "# Drafters\n"
@@ -165,7 +165,7 @@ def draft(
         return
     from phasewise.bench.drafting import Drafting
     from phasewise.bench.drive import Bench
-    from phasewise.bench.settings import Setting
+    from phasewise.bench.settings import BenchSetting
 
     batches, path = show.batches(asked.batch), Path(engine.model)
     name = path.name if path.exists() else engine.model
@@ -176,7 +176,7 @@ def draft(
     llm = engine.llm()
     given = asked.asked(llm)
     if verify is not None:
-        contenders = [Setting(one.name, {**one.verbs, "verify": verify}) for one in contenders]
+        contenders = [BenchSetting(one.name, {**one.verbs, "verify": verify}) for one in contenders]
     run = Drafting(Bench(llm.model), contenders, engine.limits(), asked.tokens, engine.verbs)
     prompts = sum(map(len, given.values()))
     for batch in batches:
@@ -190,13 +190,13 @@ def draft(
     _tell(run, name, section, asked, written)
 
 
-def _contenders(drafters: list[str] | None) -> list[Setting]:
+def _contenders(drafters: list[str] | None) -> list[BenchSetting]:
     """The named drafters, or all. Raises UserError for an unknown drafter or knob."""
     from phasewise import catalog
     from phasewise.bench.drafting import drafters as every
-    from phasewise.bench.settings import Setting
+    from phasewise.bench.settings import BenchSetting
 
-    found = [Setting(text, {"draft": text}) for text in dict.fromkeys(drafters)] if drafters else every()
+    found = [BenchSetting(text, {"draft": text}) for text in dict.fromkeys(drafters)] if drafters else every()
     for one in found:
         catalog.build("draft", one.verbs["draft"])
     return found
@@ -247,7 +247,7 @@ def _bound(asked: Questions, bounds: Bounds, written: Written, engine: EngineOpt
     with working("writing"):
         params = Params(max_tokens=asked.tokens, temperature=bounds.temperature, seed=asked.seed)
         said = texts(llm.engine, questions, params)
-    found: list[Found] = []
+    found: list[GuessOdds] = []
     with counting("texts", len(said)) as tell:
         for number, (task, start, text) in enumerate(said):
             step = -(-(len(text) - start) // bounds.places)
@@ -259,7 +259,7 @@ def _bound(asked: Questions, bounds: Bounds, written: Written, engine: EngineOpt
     _tell_bound(found, section, bounds, written, engine)
 
 
-def _tell_bound(found: list[Found], section: str, bounds: Bounds, written: Written, engine: EngineOptions) -> None:
+def _tell_bound(found: list[GuessOdds], section: str, bounds: Bounds, written: Written, engine: EngineOptions) -> None:
     from phasewise.bench import bounded, report
     from phasewise.bench.machine import describe
 

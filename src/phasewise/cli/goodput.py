@@ -18,7 +18,7 @@ from phasewise.cli.progress import counting
 from phasewise.errors import UserError
 
 if TYPE_CHECKING:
-    from phasewise.bench.latency import Served
+    from phasewise.bench.latency import ServedRequest
     from phasewise.bench.prompts import Prompts
 
 WARM = 4  # requests before the first that count
@@ -55,23 +55,25 @@ def goodput(
     engine.check()
     if plot is not None and asked.out is None:
         raise UserError("--plot draws what --out holds: give both")
-    from phasewise.bench.goodput import Point, Target, draw, table
+    from phasewise.bench.goodput import GoodputPoint, Target, draw, table
     from phasewise.bench.server import Handoffs, serving
-    from phasewise.bench.settings import Setting
+    from phasewise.bench.settings import BenchSetting
     from phasewise.load import config_of
 
-    contenders = [Setting.parse(text) for text in settings]
+    contenders = [BenchSetting.parse(text) for text in settings]
     targets = [Target.parse(text) for text in slo or ["tight=500/100", "relaxed=2000/300"]]
     steps, measure = load.steps, client()
     config = config_of(engine.model)
-    points: list[Point] = []
+    points: list[GoodputPoint] = []
     with counting("requests", len(contenders) * len(steps) * asked.requests) as tell:
         for contender in contenders:
             verbs: dict[str, Any] = dict(contender.verbs)
             with serving(replace(engine, **verbs).served()) as url:
                 fresh = asked.source(engine.model, config.vocab)  # one for all rates: no prompt comes twice
 
-                def ask(rate: float, most: int | None = None, at: str = url, of: Prompts = fresh) -> Sequence[Served]:
+                def ask(
+                    rate: float, most: int | None = None, at: str = url, of: Prompts = fresh
+                ) -> Sequence[ServedRequest]:
                     shots = asked.shots(of, config.max_positions, rate)[:most]
                     return measure(at, shots, lambda done: tell(len(points) * asked.requests + done)).served
 

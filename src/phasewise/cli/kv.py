@@ -19,8 +19,8 @@ from phasewise.cli.progress import counting
 from phasewise.errors import UserError
 
 if TYPE_CHECKING:
-    from phasewise.bench.kv import Line, Measuring
-    from phasewise.bench.settings import Setting
+    from phasewise.bench.kv import KVBench, Line
+    from phasewise.bench.settings import BenchSetting
 
 GENERATED = "recall@1k,passkey@1k,passkey@2k,code,later@1k"  # for models that learned these tasks
 SECTION = re.compile(r"[\w.,@+-]+( [\w.,@+-]+)*")
@@ -55,7 +55,7 @@ class Compared:
     seed: Annotated[int, typer.Option(min=0, help="Seed of the examples.")] = 0
     prompts: Annotated[Path | None, typer.Option(help="Conversations for the row `agreement`, as JSON lines.")] = None
 
-    def contenders(self) -> list[Setting]:
+    def contenders(self) -> list[BenchSetting]:
         """The settings to compare. Raises UserError for a malformed one, or for unknown knobs."""
         from phasewise.bench.kv import chosen, every
         from phasewise.options import parse
@@ -166,8 +166,10 @@ def kv(compared: Compared = COMPARED, written: Written = WRITTEN, engine: Engine
     _tell(run, run.known(lines), written, _command(run, compared, written, engine.dtype))
 
 
-def _run(engine: EngineOptions, compared: Compared, name: str, settings: list[Setting], tasks: list[str]) -> Measuring:
-    from phasewise.bench.kv import Measuring
+def _run(
+    engine: EngineOptions, compared: Compared, name: str, settings: list[BenchSetting], tasks: list[str]
+) -> KVBench:
+    from phasewise.bench.kv import KVBench
     from phasewise.bench.rows import index
 
     cluster = "inline" if engine.cluster == DEFAULTS.cluster else engine.cluster  # processes win time: none counts
@@ -179,10 +181,10 @@ def _run(engine: EngineOptions, compared: Compared, name: str, settings: list[Se
         tasks = (GENERATED if index.trained_for_tasks(llm.tokenizer) else ANY).split(",")
     for task in tasks:
         index.fits(task, context)
-    return Measuring(llm, name, settings, tasks, compared.examples, compared.seed, engine.verbs, compared.prompts)
+    return KVBench(llm, name, settings, tasks, compared.examples, compared.seed, engine.verbs, compared.prompts)
 
 
-def _tell(run: Measuring, lines: list[Line], written: Written, command: str) -> None:
+def _tell(run: KVBench, lines: list[Line], written: Written, command: str) -> None:
     from phasewise.bench import front
     from phasewise.bench.machine import where
 
@@ -209,7 +211,7 @@ def _tell(run: Measuring, lines: list[Line], written: Written, command: str) -> 
         path.write_text(page, encoding="utf-8")
 
 
-def _command(run: Measuring, compared: Compared, written: Written, dtype: str | None) -> str:
+def _command(run: KVBench, compared: Compared, written: Written, dtype: str | None) -> str:
     """The command that repeats the measurement and writes the same section, without local paths."""
     words = ["phasewise", "bench", "kv", "--model", run.model]
     words += [] if dtype is None else ["--dtype", dtype]

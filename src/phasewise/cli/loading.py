@@ -9,13 +9,13 @@ from phasewise.cli.options import EngineOptions
 from phasewise.errors import UserError
 
 if TYPE_CHECKING:
-    from phasewise.bench.load import Progress, Recorded, Result
+    from phasewise.bench.load import LoadResult, Progress, RecordedLoad
     from phasewise.bench.workloads import Shot
 
 FOREIGN = (1000, 4096)  # vocabulary and context assumed of a server whose checkpoint is not known
 
 
-def client() -> Callable[[str, Sequence[Shot], Progress], Result]:
+def client() -> Callable[[str, Sequence[Shot], Progress], LoadResult]:
     """The function that sends a load and measures it. Raises UserError if its libraries are not installed."""
     try:
         from phasewise.bench.load import measure
@@ -24,7 +24,7 @@ def client() -> Callable[[str, Sequence[Shot], Progress], Result]:
     return measure
 
 
-def recorder() -> Callable[[str, Sequence[Shot], Progress], Recorded]:
+def recorder() -> Callable[[str, Sequence[Shot], Progress], RecordedLoad]:
     """The function that also records every event; call `client` first."""
     from phasewise.bench.load import record
 

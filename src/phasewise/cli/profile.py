@@ -18,7 +18,7 @@ from phasewise.errors import UserError
 
 if TYPE_CHECKING:
     from phasewise.bench.drive import Bench
-    from phasewise.bench.latency import Served
+    from phasewise.bench.latency import ServedRequest
     from phasewise.bench.prompts import Prompts
     from phasewise.bench.workloads import Shot
     from phasewise.plan.profile import Grid, Profile
@@ -199,7 +199,7 @@ def _served(taken: Profile, engine: EngineOptions, prompts: Prompts) -> dict[str
 
         with working(f"asking a server with {name}"), serving(replace(engine, place=place).served()) as url:
 
-            def ask(shots: Sequence[Shot], at: str = url) -> Sequence[Served]:
+            def ask(shots: Sequence[Shot], at: str = url) -> Sequence[ServedRequest]:
                 return load(at, shots, lambda done: None).served
 
             found[name] = Asking(ask, prompts, taken.of("", threads).cost).measure(name == "workers")

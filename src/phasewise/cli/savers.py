@@ -19,7 +19,7 @@ from phasewise.cli.progress import counting, working
 from phasewise.errors import UserError
 
 if TYPE_CHECKING:
-    from phasewise.bench.savers import Load, Savers
+    from phasewise.bench.savers import BatchLoad, Savers
     from phasewise.bench.worth import Worth
 
 
@@ -36,11 +36,11 @@ class Loaded:
     ] = None
     seed: Annotated[int, typer.Option(min=0, help="Seed of the prompt.")] = 0
 
-    def load(self) -> Load:
+    def load(self) -> BatchLoad:
         """Raises UserError for a `batch` that is none."""
-        from phasewise.bench.savers import Load
+        from phasewise.bench.savers import BatchLoad
 
-        return Load(self.tokens, show.batches(self.batch), self.new, self.rounds)
+        return BatchLoad(self.tokens, show.batches(self.batch), self.new, self.rounds)
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def savers(
         raise UserError("savers are compared at equal contexts, prompts first: leave --schedule out")
     if asked.shape is not None and engine.model != DEFAULTS.model:
         raise UserError("--shape stands for a model: leave --model or --shape out")
-    from phasewise.bench.bandwidth import Memory
+    from phasewise.bench.bandwidth import StreamedWeight
     from phasewise.bench.drive import Bench
     from phasewise.bench.prompts import random_prompts
     from phasewise.bench.savers import Savers, contenders
@@ -110,7 +110,7 @@ def savers(
     with _model(engine.model, asked.shape, load) as source:
         with working(f"loading {name}"):
             made = Bench.load(source, engine.dtype)
-        memory = Memory()
+        memory = StreamedWeight()
         run = Savers(made, chosen, load, engine.limits(), engine.verbs)
         with counting("turns", len(load.batches) * load.rounds * (1 + len(chosen))) as tell:
             prompts = random_prompts(made.model.config.vocab, asked.seed)
@@ -185,7 +185,7 @@ def _page(path: Path, name: str, section: str) -> str:
 
 
 @contextmanager
-def _model(name: str, shape: str | None, load: Load) -> Iterator[str]:
+def _model(name: str, shape: str | None, load: BatchLoad) -> Iterator[str]:
     """The model's name, or a directory with random weights of this shape, whose context is just long enough."""
     if shape is None:
         yield name

@@ -13,7 +13,7 @@ from phasewise.cli.options import DEFAULTS, EngineOptions, spread
 from phasewise.cli.progress import counting, working
 
 if TYPE_CHECKING:
-    from phasewise.bench.schemas import Pace
+    from phasewise.bench.schemas import SchemaPace
 
 
 @spread
@@ -78,7 +78,7 @@ def grammar(
     show.record(out, "grammar", engine, [*(verdict.row() for verdict in verdicts), numbers])
 
 
-def _paced(found: Pace, batch: int, new: int) -> dict[str, Any]:
+def _paced(found: SchemaPace, batch: int, new: int) -> dict[str, Any]:
     """Says what tokens and passes of a schema's answer take, and gives it as numbers."""
     tokens = found.tokens
     print(f"\nof a schema's answer, {batch} at once, {new} tokens each, beside a free one's: a token takes "

@@ -15,7 +15,7 @@ from phasewise.cli.options import DEFAULTS, DRAFTER, EngineOptions, parse_bytes,
 from phasewise.cli.progress import say
 from phasewise.errors import UserError
 from phasewise.known.models import KNOWN
-from phasewise.serve.guard.policy import LOG_FORMATS, Caps, Policy
+from phasewise.serve.guard.policy import LOG_FORMATS, Caps, ServePolicy
 from phasewise.serve.tools.formats import REASONING_FORMATS, TOOL_FORMATS, check
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from phasewise.request.params import SLO
 
 
-POLICY = Policy()
+POLICY = ServePolicy()
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Offer:
         """The targets. Raises UserError."""
         return Targets(self.slo_ttft, self.slo_tpot).slo()
 
-    def within(self, policy: Policy) -> Policy:
+    def within(self, policy: ServePolicy) -> ServePolicy:
         """The policy with what is said here. Raises UserError."""
         check(self.tool_format, self.reasoning_format)
         return replace(
@@ -149,7 +149,7 @@ class Access:
         typer.Option(min=0.001, metavar="SECONDS", help="Longest time that a client may read nothing of its answer."),
     ] = POLICY.write_timeout
 
-    def policy(self) -> Policy:
+    def policy(self) -> ServePolicy:
         """The same for the server."""
         if self.log_format not in (None, *LOG_FORMATS):
             raise UserError(f"--log-format {self.log_format}: there are {' and '.join(LOG_FORMATS)}")
@@ -157,7 +157,7 @@ class Access:
             raise UserError("HTTPS needs both --tls-cert and --tls-key")
         tls = None if self.tls_cert is None or self.tls_key is None else (self.tls_cert, self.tls_key)
         caps = Caps(self.max_prompt, self.max_n, self.max_tokens, self.timeout)
-        watched = Policy(
+        watched = ServePolicy(
             sleep_after=self.sleep_after, otel=self.otel, log=self.log_format, open_metrics=self.open_metrics
         )
         return replace(watched, keys=self.keys, tls=tls, caps=caps, write_timeout=self.write_timeout)
@@ -191,7 +191,7 @@ class Recipes:
         """{recipe: {verb: method}}; the command line wins. Raises UserError."""
         return {**files.recipes_of(self.config), **recipes.read(self.recipe or ())}
 
-    def within(self, policy: Policy) -> Policy:
+    def within(self, policy: ServePolicy) -> ServePolicy:
         """The policy with where recipes are read again."""
         if self.config is None:
             return policy

@@ -86,10 +86,12 @@ def pocket(
     if size not in sizes:
         raise UserError(f"size={size!r}: choose one of {', '.join(sizes)}")
     with _running(out, resume):
-        from phasewise.train.pocket import Job
+        from phasewise.train.pocket import PocketJob
         from phasewise.train.pocket import train as train_pocket
 
-        print(train_pocket(Job(out, sizes[size], tokens, seed, resume, steps.batch_tokens, steps.validate_minutes)))
+        print(
+            train_pocket(PocketJob(out, sizes[size], tokens, seed, resume, steps.batch_tokens, steps.validate_minutes))
+        )
 
 
 @app.command("draft")
@@ -115,10 +117,10 @@ def draft(
     """
     sizes = (small.layers, small.width, learned.tokens, learned.sequences, learned.new, learned.prompts)
     with _running(out / "pretrain", resume):
-        from phasewise.train.draft import Job
+        from phasewise.train.draft import DraftJob
         from phasewise.train.draft import train as train_draft
 
-        folder, before, after = train_draft(Job(target, out, *sizes, seed, resume))
+        folder, before, after = train_draft(DraftJob(target, out, *sizes, seed, resume))
     print(f"{folder}\nAgrees with the target\n  before its own text: {before}\n  after: {after}")
     print(f"Use it with --draft draft_model:model={folder}")
 
@@ -147,10 +149,10 @@ def tools(
       phasewise eval calculator --model runs/tools/model
     """
     with _running(out, resume):
-        from phasewise.train.artefacts import Job
+        from phasewise.train.artefacts import ArtefactJob
         from phasewise.train.tools import train as train_tools
 
-        print(train_tools(Job(model, out, tokens, seed, resume)))
+        print(train_tools(ArtefactJob(model, out, tokens, seed, resume)))
 
 
 @app.command("artefact")
@@ -190,7 +192,7 @@ def artefact(
         raise UserError(f"say where it goes: --out runs/{kind}")
     with _running(out, resume, artefacts.kept(kind)):
         made = catalog.build(verb, method.partition(".")[2])
-        path = train(made, artefacts.Job(model, out, tokens, seed, resume))
+        path = train(made, artefacts.ArtefactJob(model, out, tokens, seed, resume))
     print(f"{path}\nUse it with --{verb} {name}:weights={path}, or put it into MODEL/phasewise/ to be found there.")
 
 

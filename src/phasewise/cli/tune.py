@@ -20,7 +20,7 @@ from phasewise.cli.progress import say, telling
 from phasewise.errors import UserError
 
 if TYPE_CHECKING:
-    from phasewise.bench.settings import Comparison, Setting
+    from phasewise.bench.settings import BenchSetting, Comparison
     from phasewise.bench.workloads import Shot
     from phasewise.llm import LLM
     from phasewise.plan.effort import Effort, Pace
@@ -80,7 +80,7 @@ class Aim:
                 )
         return rows
 
-    def effort(self, settings: Sequence[Setting], pace: Pace, limit: float) -> Effort:
+    def effort(self, settings: Sequence[BenchSetting], pace: Pace, limit: float) -> Effort:
         """The work to do, printed with its estimated time."""
         from phasewise.plan.effort import fitted
         from phasewise.plan.tune import Budget
@@ -131,14 +131,14 @@ def tune(
       phasewise tune draft=prompt_lookup evict=snapkv:keep=0.5 --prompts notes.txt --max-loss 1% --quality docs@2k
     """
     engine.check()
-    from phasewise.bench.settings import Setting
+    from phasewise.bench.settings import BenchSetting
     from phasewise.plan.candidates import singles
     from phasewise.plan.loss import limit_of
 
     limit = limit_of(aim.max_loss)
     if settings and all_:
         raise UserError(f"--all tries every method: leave {' '.join(settings)!r} out, or leave --all out")
-    named = singles() if all_ else [Setting.parse(text) for text in settings or SHORT]
+    named = singles() if all_ else [BenchSetting.parse(text) for text in settings or SHORT]
     default = engine if engine.speaks_of_drafts else replace(engine, draft=DRAFTER)
     candidates = [one for one in named if _tried(one, default.verbs, limit)]
     tuner, found, requests = _tuned(candidates, limit, aim, asked, engine, default)
@@ -150,7 +150,7 @@ def tune(
 
 
 def _tuned(
-    candidates: list[Setting], limit: float, aim: Aim, asked: Asked, engine: EngineOptions, default: EngineOptions
+    candidates: list[BenchSetting], limit: float, aim: Aim, asked: Asked, engine: EngineOptions, default: EngineOptions
 ) -> tuple[Tuner, list[Candidate], int]:
     """The candidates against the default: the tuner, its finalists, and the requests of a run."""
     from phasewise.bench.drive import Bench
@@ -164,7 +164,7 @@ def _tuned(
     made, context = Bench(llm.model), llm.model.config
     source = asked.source(engine.model, context.vocab, "code")
 
-    def race(some: Sequence[Setting]) -> Comparison:
+    def race(some: Sequence[BenchSetting]) -> Comparison:
         return Comparison(made, some, engine.limits(), default.verbs)
 
     def shots(number: int, of: Asked = asked) -> list[Shot]:
@@ -177,7 +177,7 @@ def _tuned(
         return tuner, tuner.run(candidates, effort.budget), effort.requests
 
 
-def _tried(setting: Setting, base: Mapping[str, str], limit: float) -> bool:
+def _tried(setting: BenchSetting, base: Mapping[str, str], limit: float) -> bool:
     """Whether a candidate is to be timed; says why one that cannot be built here is not."""
     from phasewise.plan.candidates import changes_answers
 
@@ -191,7 +191,7 @@ def _tried(setting: Setting, base: Mapping[str, str], limit: float) -> bool:
 
 
 def _pace(
-    race: Callable[[Sequence[Setting]], Comparison], shots: Callable[[int], list[Shot]],
+    race: Callable[[Sequence[BenchSetting]], Comparison], shots: Callable[[int], list[Shot]],
     scales: Scales | None, requests: int,
 ) -> Pace:  # fmt: skip
     """One timed run of the default and, where answers are judged, a few examples."""

@@ -49,9 +49,9 @@ def methods(
     engine.check()
     room = parse_bytes(fit_bytes)
     from phasewise.bench.drive import Bench
-    from phasewise.bench.settings import Comparison, Setting, untrained
+    from phasewise.bench.settings import BenchSetting, Comparison, untrained
 
-    contenders = [Setting.parse(text) for text in settings] if settings else untrained()
+    contenders = [BenchSetting.parse(text) for text in settings] if settings else untrained()
     with working(f"loading {engine.model}"):
         made = Bench.load(engine.model, engine.dtype, engine.device)
     config = made.model.config
@@ -152,13 +152,13 @@ def _contest(texts: list[str], rounds: int, rate: float | None, asked: Asked, en
 
 def _beside(rounds: int, out: Path | None, tests: Tests, engine: EngineOptions) -> None:
     from phasewise.bench.compare import Compare, peers_of
-    from phasewise.bench.contender import CHECK, Job
+    from phasewise.bench.contender import CHECK, RoundWork
     from phasewise.load import files_of
 
     model = str(files_of(engine.model).path)
     dtype = engine.dtype or "bfloat16"
     limits = engine.limits()
-    job = Job(
+    job = RoundWork(
         "", model, tests.names, dtype, new=tests.new, prompt=tests.prompt,
         verbs=engine.verbs, kv_bytes=limits.kv_bytes, max_running=limits.max_running,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from phasewise.errors import WeightsError
 from phasewise.gguf import families
 from phasewise.gguf.blocks import BlockType, Bytes, Floats
 from phasewise.gguf.container import BrokenFile, GGUFFile, Metadata, TensorInfo
-from phasewise.gguf.families import Change, Found, Way
+from phasewise.gguf.families import Change, GGUFFields, TensorSource
 
 SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 MOST_SHARDS = 1000
@@ -45,14 +45,14 @@ class GGUFModel:
         embed = self._info("token_embd.weight")
         prefix = self.meta.text("general.architecture")
         shapes = {name: info.shape for name, (_, info) in self._tensors.items()}
-        found = Found(self.meta, prefix, shapes, self._values)
+        found = GGUFFields(self.meta, prefix, shapes, self._values)
         self.settings: dict[str, Any] = families.settings(found, embed.shape[0])
         self._ways = families.ways(found, self.settings["num_hidden_layers"])
         used = {way.name for way in self._ways.values()}
         left = {name: name for name in self._tensors if name not in used and not ASIDE.fullmatch(name)}
         self.where = {name: self._tensors[way.name][0].path for name, way in self._ways.items()}
         self.where.update((name, self._tensors[name][0].path) for name in left)  # so that they are reported by name
-        self._ways.update((name, Way(name)) for name in left)
+        self._ways.update((name, TensorSource(name)) for name in left)
 
     def _info(self, name: str) -> TensorInfo:
         if name not in self._tensors:

@@ -1,6 +1,7 @@
 """Architectures: from a file's metadata to settings as `config.json` has them, and to the names of its tensors there.
 
-Names and keys are those that the ggml project's converters write; what they change in a tensor is undone here (`Way`).
+Names and keys are those that the ggml project's converters write; what they change in a tensor is undone here
+(`TensorSource`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ ENDS = frozenset((b"<|eot_id|>", b"<|eom_id|>", b"<|im_end|>", b"<|end|>", b"<en
 
 
 @dataclass(frozen=True)
-class Way:
+class TensorSource:
     """The source of a tensor of the decoder: a tensor of the file, one entry of it (an expert's), and what to undo."""
 
     name: str
@@ -38,7 +39,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Found:
+class GGUFFields:
     """The inputs of a family: the metadata below its own name, all tensors' shapes, and small ones' values."""
 
     meta: Metadata
@@ -60,7 +61,7 @@ class Family:
     """One `general.architecture`: its name in config.json, further settings, and what its converter changes."""
 
     model_type: str
-    more: Callable[[Found], dict[str, Any]] = lambda found: {}
+    more: Callable[[GGUFFields], dict[str, Any]] = lambda found: {}
     paired: bool = False  # queries and keys lie in pairs
     raised: bool = False
     norms: tuple[tuple[str, str], ...] = (("attn_norm", "input_layernorm"), ("ffn_norm", "post_attention_layernorm"))
@@ -75,7 +76,7 @@ MLP = (("ffn_gate", "gate_proj"), ("ffn_up", "up_proj"), ("ffn_down", "down_proj
 
 
 # ---- settings
-def settings(found: Found, vocab: int) -> dict[str, Any]:
+def settings(found: GGUFFields, vocab: int) -> dict[str, Any]:
     """`config.json` for a file. Raises UnsupportedModel for an architecture that the decoder lacks, and UserError for
     metadata that is missing, absurd, or not what the tensors are."""
     meta, key = found.meta, found.key
@@ -111,7 +112,7 @@ def settings(found: Found, vocab: int) -> dict[str, Any]:
     return {name: value for name, value in {**values, **kind.more(found)}.items() if value is not None}
 
 
-def _head(found: Found) -> tuple[int, int]:
+def _head(found: GGUFFields) -> tuple[int, int]:
     """Dimensions of a head, and how many of them rotate."""
     meta, key = found.meta, found.key
     heads, hidden = meta.whole(key("attention.head_count")), meta.whole(key("embedding_length"))
@@ -142,7 +143,7 @@ def _ends(meta: Metadata, vocab: int) -> list[int]:
     return list(dict.fromkeys(i for i in (*named, *marks) if i is not None))
 
 
-def family(found: Found) -> Family:
+def family(found: GGUFFields) -> Family:
     """The family of a file by `general.architecture`."""
     name = found.prefix
     if name == "llama" and "blk.0.ffn_gate_inp.weight" in found.tensors:
@@ -153,7 +154,7 @@ def family(found: Found) -> Family:
     return FAMILIES[name]
 
 
-def _scaling(found: Found) -> dict[str, Any] | None:
+def _scaling(found: GGUFFields) -> dict[str, Any] | None:
     """Rope settings, where positions are stretched."""
     meta, key = found.meta, found.key
     if "rope_freqs.weight" in found.tensors:
@@ -174,7 +175,7 @@ def _scaling(found: Found) -> dict[str, Any] | None:
     return {"rope_type": kind, "factor": factor, **(_yarn(found) if kind == "yarn" else {})}
 
 
-def _longrope(found: Found) -> dict[str, Any]:
+def _longrope(found: GGUFFields) -> dict[str, Any]:
     meta, key = found.meta, found.key
     scale = key("rope.scaling.attn_factor")
     return {
@@ -185,13 +186,13 @@ def _longrope(found: Found) -> dict[str, Any]:
     }
 
 
-def _yarn(found: Found) -> dict[str, Any]:
+def _yarn(found: GGUFFields) -> dict[str, Any]:
     names = {"attention_factor": "yarn_attn_factor", "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
     keys = {theirs: found.key(f"rope.scaling.{name}") for theirs, name in names.items()}
     return {theirs: found.meta.number(key, above=1e-6) for theirs, key in keys.items() if key in found.meta.values}
 
 
-def _original(found: Found) -> int | None:
+def _original(found: GGUFFields) -> int | None:
     """The length before stretching, if it is told."""
     name = found.key("rope.scaling.original_context_length")
     original = found.meta.whole(name) if name in found.meta.values else None
@@ -200,19 +201,19 @@ def _original(found: Found) -> int | None:
     return original
 
 
-def _window(found: Found) -> dict[str, Any]:
+def _window(found: GGUFFields) -> dict[str, Any]:
     window = found.meta.get(found.key("attention.sliding_window"))
     return {"sliding_window": found.meta.whole(found.key("attention.sliding_window")) if window else None}
 
 
-def _olmo2(found: Found) -> dict[str, Any]:
+def _olmo2(found: GGUFFields) -> dict[str, Any]:
     if _window(found)["sliding_window"] is not None:
         raise UnsupportedModel(f"{found.meta.path}: layers with a sliding window make it an OLMo 3, which is not "
                                "supported. Take an OLMo 2.")  # fmt: skip
     return {}
 
 
-def _experts_of(found: Found) -> tuple[int, int]:
+def _experts_of(found: GGUFFields) -> tuple[int, int]:
     """The number of experts of a layer, and of those that a row takes."""
     meta, key, gate = found.meta, found.key, "blk.0.ffn_gate_inp.weight"
     count = meta.whole(key("expert_count"))
@@ -223,7 +224,7 @@ def _experts_of(found: Found) -> tuple[int, int]:
     return count, meta.whole(key("expert_used_count"), most=count)
 
 
-def _qwen3_moe(found: Found) -> dict[str, Any]:
+def _qwen3_moe(found: GGUFFields) -> dict[str, Any]:
     meta, key = found.meta, found.key
     experts, used = _experts_of(found)
     shared = max(1, meta.whole(key("feed_forward_length")) // used)
@@ -235,12 +236,12 @@ def _qwen3_moe(found: Found) -> dict[str, Any]:
     }
 
 
-def _mixtral(found: Found) -> dict[str, Any]:
+def _mixtral(found: GGUFFields) -> dict[str, Any]:
     experts, used = _experts_of(found)
     return {"num_local_experts": experts, "num_experts_per_tok": used}
 
 
-def _gemma(found: Found, largest: int, every: int) -> dict[str, Any]:
+def _gemma(found: GGUFFields, largest: int, every: int) -> dict[str, Any]:
     """`largest`: how many layers the one size has whose scores are scaled by another width than a head's; `every`: of
     so many layers the last sees everything, unless the file says otherwise."""
     meta, key = found.meta, found.key
@@ -254,7 +255,7 @@ def _gemma(found: Found, largest: int, every: int) -> dict[str, Any]:
     }
 
 
-def _slides(found: Found, layers: int, every: int) -> list[bool]:
+def _slides(found: GGUFFields, layers: int, every: int) -> list[bool]:
     """Which layers have a window: a pattern is a flag for each, or of how many the last has none."""
     name = found.key("attention.sliding_window_pattern")
     pattern = found.meta.get(name)
@@ -266,7 +267,7 @@ def _slides(found: Found, layers: int, every: int) -> list[bool]:
     return [(i + 1) % period != 0 for i in range(layers)]
 
 
-def _gemma2(found: Found) -> dict[str, Any]:
+def _gemma2(found: GGUFFields) -> dict[str, Any]:
     meta, key = found.meta, found.key
     return {
         **_gemma(found, 46, 2),
@@ -275,7 +276,7 @@ def _gemma2(found: Found) -> dict[str, Any]:
     }
 
 
-def _gemma3(found: Found) -> dict[str, Any]:
+def _gemma3(found: GGUFFields) -> dict[str, Any]:
     meta, cap = found.meta, found.key("final_logit_softcapping")
     every = _gemma(found, 62, 6)
     if every["sliding_window"] is None:  # a file that tells of no window has none
@@ -302,39 +303,42 @@ FAMILIES = {
 
 
 # ---- tensors
-def ways(found: Found, layers: int) -> dict[str, Way]:
+def ways(found: GGUFFields, layers: int) -> dict[str, TensorSource]:
     """Every tensor of the decoder that the file has, by its name in a Hugging Face checkpoint."""
     kind = family(found)
     norm: Change = "raised" if kind.raised else ""
     every = {
-        "model.embed_tokens.weight": Way("token_embd.weight"),
-        "model.norm.weight": Way("output_norm.weight", change=norm),
-        "lm_head.weight": Way("output.weight"),
+        "model.embed_tokens.weight": TensorSource("token_embd.weight"),
+        "model.norm.weight": TensorSource("output_norm.weight", change=norm),
+        "lm_head.weight": TensorSource("output.weight"),
     }
     for i in range(layers):
         every.update(_layer(found, kind, i, norm))
     return {name: way for name, way in every.items() if way.name in found.tensors}
 
 
-def _layer(found: Found, kind: Family, i: int, norm: Change) -> Iterator[tuple[str, Way]]:
+def _layer(found: GGUFFields, kind: Family, i: int, norm: Change) -> Iterator[tuple[str, TensorSource]]:
     root, own = f"model.layers.{i}", f"blk.{i}"
     for name, theirs in kind.norms:
-        yield f"{root}.{theirs}.weight", Way(f"{own}.{name}.weight", change=norm)
+        yield f"{root}.{theirs}.weight", TensorSource(f"{own}.{name}.weight", change=norm)
     for name, theirs in HEADS:
-        yield f"{root}.self_attn.{theirs}.weight", Way(f"{own}.{name}.weight", change=norm)
+        yield f"{root}.self_attn.{theirs}.weight", TensorSource(f"{own}.{name}.weight", change=norm)
     changes: dict[str, Change] = {"attn_q": "pairs of queries", "attn_k": "pairs of keys"} if kind.paired else {}
     for name, theirs in ATTENTION:
         for part in ("weight", "bias"):
-            yield f"{root}.self_attn.{theirs}.{part}", Way(f"{own}.{name}.{part}", change=changes.get(name, ""))
+            yield (
+                f"{root}.self_attn.{theirs}.{part}",
+                TensorSource(f"{own}.{name}.{part}", change=changes.get(name, "")),
+            )
     both = (("ffn_up", "gate_up_proj"), ("ffn_down", "down_proj")) if kind.model_type == "phi3" else MLP
     for name, theirs in both:
         for part in ("weight", "bias"):
-            yield f"{root}.mlp.{theirs}.{part}", Way(f"{own}.{name}.{part}")
+            yield f"{root}.mlp.{theirs}.{part}", TensorSource(f"{own}.{name}.{part}")
     yield from _experts(found, kind, i)
 
 
-def _experts(found: Found, kind: Family, i: int) -> Iterator[tuple[str, Way]]:
-    gate = Way(f"blk.{i}.ffn_gate_inp.weight")
+def _experts(found: GGUFFields, kind: Family, i: int) -> Iterator[tuple[str, TensorSource]]:
+    gate = TensorSource(f"blk.{i}.ffn_gate_inp.weight")
     if gate.name not in found.tensors:
         return
     count, mixtral = found.meta.whole(found.key("expert_count")), kind is MIXTRAL
@@ -351,7 +355,7 @@ def _experts(found: Found, kind: Family, i: int) -> Iterator[tuple[str, Way]]:
                             "Download or export it again.")  # fmt: skip
         for e in range(count):
             single = f"blk.{i}.{name}.{e}.weight"  # in older files
-            way = Way(single) if single in found.tensors else Way(whole, entry=e)
+            way = TensorSource(single) if single in found.tensors else TensorSource(whole, entry=e)
             yield f"{root}.experts.{e}.{theirs}.weight", way
 
 

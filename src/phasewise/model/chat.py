@@ -13,7 +13,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
 from phasewise.errors import UserError, near
-from phasewise.model.sandbox import TURN, Sandbox, Turns
+from phasewise.model.sandbox import TURN, RenderBudget, Sandbox
 
 
 class _Generation(Extension):
@@ -98,7 +98,7 @@ class ChatTemplate:
             return self._open(messages, template, extra)
         chosen = self._templates[self._pick(template, bool(extra.get("tools")))]
         variables = {**self.tokens, **extra, "messages": messages, "add_generation_prompt": add_generation_prompt,
-                     TURN: Turns()}  # fmt: skip
+                     TURN: RenderBudget()}  # fmt: skip
         try:
             return chosen.render(variables)
         except Exception as error:  # a template can fail in any way that an expression can; none is our traceback

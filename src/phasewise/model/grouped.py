@@ -11,7 +11,7 @@ from phasewise.model.lowrank import Deltas
 from phasewise.model.model import LayerContext, Model
 
 
-class Grouped(Model):
+class GroupedModel(Model):
     """The same weights and the same KV, but all attentions of a group read the group's input, and so can be computed
     side by side; its MLPs follow in order, each after its own layer's attention has been added.
 

@@ -26,7 +26,7 @@ Beside = Callable[[str, Tensor, Tensor], None]
 """(linear, x, y): adds to y what low-rank weights make of the input x of a linear layer."""
 
 
-class Counts(Protocol):
+class LayerCounts(Protocol):
     """Counters that a layer reports to."""
 
     def count(self, counter: str, n: int) -> None: ...
@@ -40,7 +40,9 @@ class MLP:
         self.down = down
         self.activate = ACTIVATION[activation]
 
-    def __call__(self, x: Tensor, counts: Counts, add: Tensor | None = None, beside: Beside | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, counts: LayerCounts, add: Tensor | None = None, beside: Beside | None = None
+    ) -> Tensor:
         """`add` [T, d] is the residual, summed in by the last kernel."""
         both = self.gate_up(x)
         if beside is not None:
@@ -62,7 +64,9 @@ class MoE:
     top_k: int
     renormalise: bool
 
-    def __call__(self, x: Tensor, counts: Counts, add: Tensor | None = None, beside: Beside | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, counts: LayerCounts, add: Tensor | None = None, beside: Beside | None = None
+    ) -> Tensor:
         """Counts `expert_loads`: the distinct experts whose weights this call read. Nothing lies beside experts."""
         weights, chosen = self.route(x)  # [T, k] float32, [T, k]
         order = chosen.flatten().argsort(stable=True)  # (row, choice) pairs, grouped by expert

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from phasewise.model.config import ModelConfig
 from phasewise.model.layout import layout
 from phasewise.model.lowrank import Deltas
-from phasewise.model.mlp import MLP, Counts, MoE
+from phasewise.model.mlp import MLP, LayerCounts, MoE
 from phasewise.model.norm import FullNorm, HeadNorm, RMSNorm
 from phasewise.model.parse import parse_config
 from phasewise.model.rope import RopeTables, Rotary
@@ -26,7 +26,7 @@ from phasewise.ops.native.stack import Stack, Turns
 from phasewise.ops.sampling import allowed
 
 
-class LayerContext(Counts, Protocol):
+class LayerContext(LayerCounts, Protocol):
     """The interface of a layer to the step it runs in."""
 
     rotary: Rotary  # from Model.rotary, for exactly the rows of this call

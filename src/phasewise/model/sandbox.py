@@ -20,7 +20,7 @@ MOST_ITEMS = 1 << 25  # characters or items that an operator may make
 TURN = "_phasewise_turn"  # what a template calls in each turn
 
 
-class Turns:
+class RenderBudget:
     """Counts the turns of one rendering. Raises TemplateError when there are too many, or its time is over."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(["*", "**", "+"])
 
     def counted(self, text: str) -> Template:
-        """The template, which has to be rendered with `Turns` as its variable TURN."""
+        """The template, which has to be rendered with `RenderBudget` as its variable TURN."""
         tree = self.parse(text)
         looping: Iterable[Any] = list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)))
         for node in looping:

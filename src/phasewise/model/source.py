@@ -15,7 +15,7 @@ from phasewise.model import instead
 from phasewise.model.directory import Directory
 from phasewise.model.hub import resolve
 from phasewise.model.raw import RawConfig
-from phasewise.model.tuned import FILE, Tuned
+from phasewise.model.tuned import FILE, MergedLoRA
 from phasewise.model.weights import Tensors
 
 
@@ -93,7 +93,7 @@ def source(path: str | Path) -> Source:
         return GGUF(found)
     if (found / instead.FILE).is_file():
         return instead.Instead(found)
-    return Tuned(found) if (found / FILE).is_file() else Directory(found)
+    return MergedLoRA(found) if (found / FILE).is_file() else Directory(found)
 
 
 def copy_vocabulary(files: Source, target: Path) -> None:

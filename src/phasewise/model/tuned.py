@@ -29,7 +29,7 @@ from phasewise.version import __version__
 FILE = "delta.safetensors"
 
 
-class Tuned:
+class MergedLoRA:
     """The files of one. Settings and vocabulary are the base's; special tokens and templates its own, where it has any.
 
     Raises UserError where the file names no base beside it.

@@ -43,7 +43,7 @@ SHARD_BYTES = 1 << 30  # a file's; what is in memory at a time
 
 
 @dataclass(frozen=True)
-class Piece:
+class WidenedTensor:
     """One tensor of the twin: where it comes from, and what it becomes."""
 
     name: str
@@ -111,7 +111,7 @@ def _settings(raw: RawConfig, config: ModelConfig, factor: int) -> dict[str, Any
     return {**raw.values, **{name: size * factor for name, size in sizes.items()}, "head_dim": config.head_dim}
 
 
-def _pieces(config: ModelConfig, wide: ModelConfig, tensors: Tensors) -> Iterator[Piece]:
+def _pieces(config: ModelConfig, wide: ModelConfig, tensors: Tensors) -> Iterator[WidenedTensor]:
     names = layout(config)
     for key, parts in layout(wide).items():
         last = key.removesuffix(".bias").rpartition(".")[2]
@@ -120,11 +120,11 @@ def _pieces(config: ModelConfig, wide: ModelConfig, tensors: Tensors) -> Iterato
                 raise UserError(f"{tensors.directory} has no tensor {name}, which its settings ask for")
             if tensors.shape(name) != before:
                 raise UserError(f"{name} in {tensors.directory} has the shape {tensors.shape(name)}, not {before}")
-            yield Piece(name, shape, tensors.dtype(name), REPEATED.get(last))
+            yield WidenedTensor(name, shape, tensors.dtype(name), REPEATED.get(last))
 
 
-def _shards(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    shard: list[Piece] = []
+def _shards(pieces: Iterator[WidenedTensor]) -> Iterator[list[WidenedTensor]]:
+    shard: list[WidenedTensor] = []
     for piece in pieces:
         if shard and sum(each.nbytes for each in shard) + piece.nbytes > SHARD_BYTES:
             yield shard
@@ -143,7 +143,7 @@ def _make_room(target: Path, total: int) -> None:
                         "name a folder on another disk, or a smaller factor")  # fmt: skip
 
 
-def _save(path: Path, shard: list[Piece], tensors: Tensors) -> None:
+def _save(path: Path, shard: list[WidenedTensor], tensors: Tensors) -> None:
     made = {}
     for piece in shard:
         tensor = tensors.read(piece.name)

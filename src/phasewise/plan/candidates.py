@@ -6,22 +6,22 @@ from collections.abc import Sequence
 from itertools import product
 
 from phasewise import catalog
-from phasewise.bench.settings import Setting, untrained
+from phasewise.bench.settings import BenchSetting, untrained
 from phasewise.options import lossy, parse
 
 LEFT_OUT = ("place", "schedule", "sample", "decode")  # whose work shows under load, or that say something else
 
 
-def singles() -> list[Setting]:
+def singles() -> list[BenchSetting]:
     """Every method that needs nothing trained, at its default knobs, one at a time."""
     return [one for one in untrained() if not set(one.verbs) & set(LEFT_OUT)]
 
 
-def changes_answers(setting: Setting) -> bool:
+def changes_answers(setting: BenchSetting) -> bool:
     return bool(lossy(parse(dict(setting.verbs))))
 
 
-def pairs(good: Sequence[Setting], known: Sequence[Setting]) -> list[Setting]:
+def pairs(good: Sequence[BenchSetting], known: Sequence[BenchSetting]) -> list[BenchSetting]:
     """Drafters with savers, and savers of different verbs: both parents' choices in one, none that is `known`."""
     have = {frozenset(one.verbs.items()) for one in known}
     found = []
@@ -31,5 +31,5 @@ def pairs(good: Sequence[Setting], known: Sequence[Setting]) -> list[Setting]:
             continue
         have.add(frozenset(verbs.items()))
         words = " ".join(f"{verb}={verbs[verb]}" for verb in catalog.VERBS if verb in verbs)
-        found.append(Setting.parse(words))
+        found.append(BenchSetting.parse(words))
     return found

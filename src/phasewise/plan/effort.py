@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from phasewise.bench.settings import Setting
+from phasewise.bench.settings import BenchSetting
 from phasewise.plan.candidates import changes_answers, pairs
 from phasewise.plan.tune import FINALISTS, Budget
 
@@ -39,14 +39,14 @@ class Effort:
         return f"about {self.seconds:.0f} seconds" if minutes < 1.5 else f"about {minutes:.0f} minutes"
 
 
-def estimate(settings: Sequence[Setting], pace: Pace, requests: int, budget: Budget) -> Effort:
+def estimate(settings: Sequence[BenchSetting], pace: Pace, requests: int, budget: Budget) -> Effort:
     """The effort of `Tuner.run` with these settings, if every candidate is as fast as the default."""
     lossy = sum(map(changes_answers, settings))
     runs, examples = _counts(len(settings), lossy, len(pairs(settings, settings)), budget)
     return Effort(requests, budget, runs * pace.run * requests / pace.requests + examples * pace.example)
 
 
-def fitted(settings: Sequence[Setting], pace: Pace, budget: Budget, allowed: float) -> Effort:
+def fitted(settings: Sequence[BenchSetting], pace: Pace, budget: Budget, allowed: float) -> Effort:
     """The largest effort that takes at most `allowed` seconds, or else the least there is.
 
     Examples are cut first, then rounds, then requests: every contender is still asked the same.
@@ -69,7 +69,7 @@ def fitted(settings: Sequence[Setting], pace: Pace, budget: Budget, allowed: flo
     return estimate(settings, pace, requests, cut)
 
 
-def _seconds(settings: Sequence[Setting], pace: Pace, budget: Budget, rounds: int, examples: int) -> float:
+def _seconds(settings: Sequence[BenchSetting], pace: Pace, budget: Budget, rounds: int, examples: int) -> float:
     return estimate(settings, pace, pace.requests, _budget(budget, rounds, examples)).seconds
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from phasewise.bench.judge import Judge
-from phasewise.bench.quality import PERCENT, Measured
+from phasewise.bench.quality import PERCENT, RowScores
 from phasewise.bench.stats import means, shares
 from phasewise.errors import UserError
 from phasewise.llm import LLM
@@ -27,7 +27,7 @@ class Loss:
         return f"{self.mean:+.1%} [{self.low:+.1%}, {self.high:+.1%}]"
 
 
-def lost(task: str, base: Measured, own: Measured) -> Loss:
+def lost(task: str, base: RowScores, own: RowScores) -> Loss:
     if base.row.unit in PERCENT:
         found, scale = shares(base.values, own.values), 1.0
     else:
@@ -40,7 +40,7 @@ class Scales:
 
     def __init__(self, llm: LLM, tasks: Sequence[str], shared: Mapping[str, str]) -> None:
         self.llm, self.tasks, self.shared = llm, tasks, shared
-        self._base: dict[tuple[int, int], list[Measured]] = {}  # by examples and seed
+        self._base: dict[tuple[int, int], list[RowScores]] = {}  # by examples and seed
 
     def losses(self, verbs: Mapping[str, str], examples: int, seed: int) -> list[Loss]:
         """One per row. Raises UserError for a recipe that a row cannot be measured with."""
@@ -50,7 +50,7 @@ class Scales:
         pairs = zip(self.tasks, self._base[examples, seed], own, strict=True)
         return [lost(task, base, mine) for task, base, mine in pairs]
 
-    def _measured(self, verbs: Mapping[str, str], examples: int, seed: int) -> list[Measured]:
+    def _measured(self, verbs: Mapping[str, str], examples: int, seed: int) -> list[RowScores]:
         judge = Judge(self.llm, verbs)
         for task in self.tasks:
             judge.measure(task, examples, seed, lambda done: None)

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from phasewise.bench.latency import Served
+from phasewise.bench.latency import ServedRequest
 from phasewise.bench.prompts import Prompts
 from phasewise.bench.workloads import Shot
 from phasewise.plan.beside import Beside
@@ -18,7 +18,7 @@ AMONG = 24  # short prompts that come while others decode
 ROUNDS = 3  # of everything: a median of them counts
 NEW = 96  # tokens of a stream
 SHORT = 16  # prompt tokens of a stream
-Ask = Callable[[Sequence[Shot]], Sequence[Served]]  # requests at their times -> how they were served
+Ask = Callable[[Sequence[Shot]], Sequence[ServedRequest]]  # requests at their times -> how they were served
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,9 @@ class Asking:
                 waited.append(tokens[-1] - tokens[0] - (len(tokens) - 1) * alone - share * len(coming) * more)
         return statistics.median(waited) / len(coming) if waited else 0.0
 
-    def _among(self, streams: int, rows: int, n: int, apart: float) -> tuple[Sequence[Served], Sequence[Served]]:
+    def _among(
+        self, streams: int, rows: int, n: int, apart: float
+    ) -> tuple[Sequence[ServedRequest], Sequence[ServedRequest]]:
         """Streams that go on, and so many prompts that come meanwhile, so many seconds apart."""
         tokens = round((n + 2) * (apart + self.cost.seconds(prompt(rows))) / self._alone(streams))
         first = streams * self.cost.seconds(prompt(SHORT)) + 20 * self._alone(streams)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from phasewise.bench.rounds import interval, ratio
-from phasewise.bench.settings import DEFAULT, Setting, Trial, middle
+from phasewise.bench.settings import DEFAULT, BenchSetting, SettingTrial, middle
 from phasewise.bench.workloads import Shot
 from phasewise.errors import UserError
 from phasewise.plan.candidates import changes_answers, pairs
@@ -22,7 +22,7 @@ SEEDS = (0, 1)  # of the examples to choose by, and of those that are reported: 
 class Candidate:
     """A recipe, and what is known of it by now. `speed`: times the default's, paired by round; `within`: 95 %."""
 
-    setting: Setting
+    setting: BenchSetting
     lossy: bool
     speed: float = 1.0
     within: tuple[float, float] | None = None
@@ -52,7 +52,7 @@ class Race(Protocol):
     """Settings against the default on the clock, as `bench.settings.Comparison` is."""
 
     @property
-    def trials(self) -> Sequence[Trial]: ...
+    def trials(self) -> Sequence[SettingTrial]: ...
     @property
     def refused(self) -> Mapping[str, str]: ...
     def run(self, rounds: int, shots: Callable[[int], list[Shot]]) -> Iterator[int]: ...
@@ -78,16 +78,16 @@ class Budget:
 class Tuner:
     """`race` makes a race of settings against the default; `weigh` tells what they lose."""
 
-    race: Callable[[Sequence[Setting]], Race]
+    race: Callable[[Sequence[BenchSetting]], Race]
     shots: Callable[[int], list[Shot]]  # of a round; no prompt comes twice
     weigh: Weigh
     limit: float
     tell: Callable[[str], object] = lambda what: None
     candidates: dict[str, Candidate] = field(default_factory=dict)
-    default: Candidate = field(default_factory=lambda: Candidate(Setting(DEFAULT), lossy=False))
+    default: Candidate = field(default_factory=lambda: Candidate(BenchSetting(DEFAULT), lossy=False))
     _round: int = 0
 
-    def run(self, settings: Sequence[Setting], budget: Budget) -> list[Candidate]:
+    def run(self, settings: Sequence[BenchSetting], budget: Budget) -> list[Candidate]:
         """The finalists, the default among them, measured in full; the best that is allowed comes first.
 
         Raises UserError where the default itself cannot run.
@@ -103,7 +103,7 @@ class Tuner:
         return self._final(alive, budget)
 
     # ---- inside
-    def _enter(self, settings: Sequence[Setting]) -> list[Candidate]:
+    def _enter(self, settings: Sequence[BenchSetting]) -> list[Candidate]:
         new = [
             Candidate(setting, changes_answers(setting)) for setting in settings if setting.name not in self.candidates
         ]
@@ -165,11 +165,11 @@ class Tuner:
         return ranked([*found, self.default], self.limit)
 
 
-def _setting(one: Candidate) -> Setting:
+def _setting(one: Candidate) -> BenchSetting:
     return one.setting
 
 
-def _timed(one: Candidate, trials: Sequence[Trial]) -> None:
+def _timed(one: Candidate, trials: Sequence[SettingTrial]) -> None:
     """Its speed over the default's in the same rounds, and what a request holds."""
     rows = [trial.numbers() for trial in trials]
     by = {name: {row["round"]: row["output_tokens_per_s"] for row in rows if row["setting"] == name}

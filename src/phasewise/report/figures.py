@@ -7,10 +7,10 @@ from itertools import pairwise
 
 from phasewise.report.drawing import COLOURS, Drawing, axes, drawing, same_time
 from phasewise.report.lives import DECODE, HANDOFF, PREFILL, shares
-from phasewise.report.runs import Run
+from phasewise.report.runs import RecordedRun
 
 
-def waits(runs: Sequence[Run]) -> Drawing | None:
+def waits(runs: Sequence[RecordedRun]) -> Drawing | None:
     """TTFT, TPOT and the gaps between emissions of recorded loads, as cumulated shares of the requests."""
     recorded = [run for run in runs if run.served]
     if not recorded:
@@ -35,7 +35,7 @@ def waits(runs: Sequence[Run]) -> Drawing | None:
     return drawing("Who waited how long", words, figure, _commands(recorded, "load"))
 
 
-def _latencies(run: Run) -> tuple[list[float], list[float], list[float]]:
+def _latencies(run: RecordedRun) -> tuple[list[float], list[float], list[float]]:
     """Seconds: TTFT, TPOT, gaps."""
     good = [row for row in run.served if row["error"] is None and row["tokens"]]
     ttft = [row["tokens"][0] - row["due"] for row in good]
@@ -44,7 +44,7 @@ def _latencies(run: Run) -> tuple[list[float], list[float], list[float]]:
     return ttft, [seconds / n for seconds, n in spans if n > 0], gaps
 
 
-def attainment(runs: Sequence[Run]) -> Drawing | None:
+def attainment(runs: Sequence[RecordedRun]) -> Drawing | None:
     """The share of requests within their targets over the rate (`bench goodput`)."""
     rows = [row for run in runs for row in run.rows.get("goodput", [])]
     if not rows:
@@ -69,7 +69,7 @@ def attainment(runs: Sequence[Run]) -> Drawing | None:
     return drawing("What load meets the targets", words, figure, _commands(runs, "goodput"))
 
 
-def memory(run: Run) -> Drawing | None:
+def memory(run: RecordedRun) -> Drawing | None:
     """KV bytes, and requests that wait and run, over time."""
     told = run.recording
     if told is None:
@@ -93,7 +93,7 @@ def memory(run: Run) -> Drawing | None:
     return drawing(f"KV bytes and the queue: {run.name}", words, figure, run.commands("load"))
 
 
-def accepted(runs: Sequence[Run]) -> Drawing | None:
+def accepted(runs: Sequence[RecordedRun]) -> Drawing | None:
     """Draws how many tokens came at once, where drafts were accepted or several tokens were forced."""
     later = [(run, [count for row in run.served for count in row["counts"][1:]]) for run in runs]
     recorded = [(run, counts) for run, counts in later if max(counts, default=0) > 1]
@@ -115,7 +115,7 @@ def accepted(runs: Sequence[Run]) -> Drawing | None:
     return drawing("Tokens a pass", words, figure, _commands([run for run, _ in recorded], "load"))
 
 
-def handoff(run: Run) -> Drawing | None:
+def handoff(run: RecordedRun) -> Drawing | None:
     """Draws the five stages of a request that two workers compute."""
     parts = {} if run.recording is None else shares(run.recording.lives)
     if not parts:
@@ -136,5 +136,5 @@ def handoff(run: Run) -> Drawing | None:
     return drawing(f"The hand-off in five stages: {run.name}", words, figure, run.commands("load"))
 
 
-def _commands(runs: Sequence[Run], bench: str) -> list[str]:
+def _commands(runs: Sequence[RecordedRun], bench: str) -> list[str]:
     return list(dict.fromkeys(command for run in runs for command in run.commands(bench)))

@@ -9,8 +9,8 @@ from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from phasewise.report.drawing import COLOURS, Drawing, axes, drawing, same_time
-from phasewise.report.lives import DECODE, PHASES, PREFILL, Life, Recording, Span
-from phasewise.report.runs import Run
+from phasewise.report.lives import DECODE, PHASES, PREFILL, Life, LifeSpan, Recording
+from phasewise.report.runs import RecordedRun
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,15 +22,15 @@ BINS = 240  # of the time that a lane shows
 BAR = re.compile(r'<g id="[^"]*-bar-(\d+)-(\d+)">')
 
 
-class Bar(NamedTuple):
+class GanttBar(NamedTuple):
     """A span of a request's life, and which."""
 
     number: int
     nth: int
-    span: Span
+    span: LifeSpan
 
 
-def gantt(run: Run) -> Drawing | None:
+def gantt(run: RecordedRun) -> Drawing | None:
     """Every request's phases; below, those of each worker's requests, and the rows it computed."""
     told = run.recording
     if told is None:
@@ -63,13 +63,13 @@ def gantt(run: Run) -> Drawing | None:
     return replace(made, svg=_titled(made.svg, {life.number: each for life, each in zip(lives, bars)}))
 
 
-def _bars(life: Life, end: float) -> list[Bar]:
-    return [Bar(life.number, nth, span) for nth, span in enumerate(life.spans(end))]
+def _bars(life: Life, end: float) -> list[GanttBar]:
+    return [GanttBar(life.number, nth, span) for nth, span in enumerate(life.spans(end))]
 
 
-def stays(lives: Iterable[Sequence[Bar]], worker: str) -> list[list[Bar]]:
+def stays(lives: Iterable[Sequence[GanttBar]], worker: str) -> list[list[GanttBar]]:
     """Requests at a worker, in order: what each was there without a break."""
-    found: list[list[Bar]] = []
+    found: list[list[GanttBar]] = []
     for bars in lives:
         last = -2
         for bar in bars:
@@ -83,9 +83,9 @@ def stays(lives: Iterable[Sequence[Bar]], worker: str) -> list[list[Bar]]:
     return sorted(found, key=lambda stay: stay[0].span.start)
 
 
-def packed(found: Iterable[list[Bar]]) -> list[list[list[Bar]]]:
+def packed(found: Iterable[list[GanttBar]]) -> list[list[list[GanttBar]]]:
     """Rows of stays that do not overlap: as many rows as there were requests at a time."""
-    rows: list[list[list[Bar]]] = []
+    rows: list[list[list[GanttBar]]] = []
     for stay in found:
         free = (row for row in rows if row[-1][-1].span.end <= stay[0].span.start)
         row = next(free, None)
@@ -96,7 +96,7 @@ def packed(found: Iterable[list[Bar]]) -> list[list[list[Bar]]]:
     return rows
 
 
-def _draw(panel: Axes, told: Recording, row: int, bars: Sequence[Bar]) -> None:
+def _draw(panel: Axes, told: Recording, row: int, bars: Sequence[GanttBar]) -> None:
     """Each under a name, by which it gets its title."""
     which = panel.figure.axes.index(panel)
     for number, nth, span in bars:
@@ -105,7 +105,7 @@ def _draw(panel: Axes, told: Recording, row: int, bars: Sequence[Bar]) -> None:
         drawn.set_gid(f"{which}-bar-{number}-{nth}")
 
 
-def _requests(panel: Axes, told: Recording, rows: Sequence[Sequence[list[Bar]]]) -> None:
+def _requests(panel: Axes, told: Recording, rows: Sequence[Sequence[list[GanttBar]]]) -> None:
     """A worker's requests, in as many rows as it had of them at a time."""
     for row, found in enumerate(rows):
         for stay in found:
@@ -140,7 +140,7 @@ def _keys() -> list[Any]:
     return [Patch(color=COLOURS[phase], label=phase) for phase in PHASES]
 
 
-def _titled(svg: str, lives: dict[int, list[Bar]]) -> str:
+def _titled(svg: str, lives: dict[int, list[GanttBar]]) -> str:
     """Every bar says what it is."""
 
     def titled(found: re.Match[str]) -> str:

@@ -12,7 +12,7 @@ PHASES = (WAITING, PREFILL, HANDOFF, DECODE)
 STAGES = ("waiting for prefill", "prefill", "waiting for the hand-off", "hand-off", "decode")
 
 
-class Span(NamedTuple):
+class LifeSpan(NamedTuple):
     """A phase of a request, and the worker whose doing it is: "" where it waits for one, or where it was not told."""
 
     phase: str
@@ -36,19 +36,19 @@ class Life:
         """When a stage last came."""
         return next((at for at, each, _ in reversed(self.stages) if each == what), None)
 
-    def spans(self, end: float) -> list[Span]:
+    def spans(self, end: float) -> list[LifeSpan]:
         """One after the other; what has not ended by then ends at `end`. KV on its way is its sender's doing."""
-        found: list[Span] = []
+        found: list[LifeSpan] = []
         state, since, by = "", 0.0, ""
         for at, what, worker in sorted(self.stages, key=lambda each: each[0]):
             then = _after(state, what)
             worker = by if then == state == HANDOFF else "" if then == WAITING else worker
             if (then, worker) != (state, by):
                 if state:
-                    found.append(Span(state, since, at, by))
+                    found.append(LifeSpan(state, since, at, by))
                 state, since, by = then, at, worker
         if state:
-            found.append(Span(state, since, end, by))
+            found.append(LifeSpan(state, since, end, by))
         return [span for span in found if span.end > span.start]
 
     def parts(self) -> dict[str, float] | None:
@@ -87,7 +87,7 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class Work:
+class WorkerActivity:
     """The activity of a worker between two looks, up to `at`."""
 
     at: float
@@ -104,7 +104,7 @@ class Recording:
 
     lives: list[Life]
     moments: list[Moment]
-    work: list[Work]
+    work: list[WorkerActivity]
     kv_limit: int = 0
     dropped: int = 0
 
@@ -157,8 +157,8 @@ def _live(life: Life, event: Mapping[str, Any]) -> None:
         life.how, life.output_tokens = event["how"], event["output_tokens"]
 
 
-def _work(at: float, lane: Mapping[str, Any]) -> Work:
-    return Work(at, lane["worker"], lane["prefill"], lane["decode"], lane["drafted"], lane["accepted"])
+def _work(at: float, lane: Mapping[str, Any]) -> WorkerActivity:
+    return WorkerActivity(at, lane["worker"], lane["prefill"], lane["decode"], lane["drafted"], lane["accepted"])
 
 
 def shares(lives: Sequence[Life]) -> dict[str, list[float]]:

@@ -12,7 +12,7 @@ from phasewise.bench.report import latency_rows, short
 from phasewise.report import figures
 from phasewise.report.drawing import Drawing
 from phasewise.report.gantt import gantt
-from phasewise.report.runs import Row, Run
+from phasewise.report.runs import RecordedRun, Row
 
 PAGE = """<!doctype html>
 <html lang="en">
@@ -71,7 +71,7 @@ p.about { color: #555; font-size: .9rem }
 IDS = re.compile(r'(\bid="|url\(#|xlink:href="#)')
 
 
-def page(title: str, runs: Sequence[Run]) -> str:
+def page(title: str, runs: Sequence[RecordedRun]) -> str:
     """HTML."""
     drawn = [figures.attainment(runs), figures.waits(runs), figures.accepted(runs)]
     for run in runs:
@@ -86,7 +86,7 @@ def apart(drawing: Drawing, number: int) -> Drawing:
     return Drawing(drawing.title, drawing.words, IDS.sub(rf"\g<1>d{number}-", drawing.svg), drawing.commands)
 
 
-def _about(runs: Sequence[Run]) -> list[str]:
+def _about(runs: Sequence[RecordedRun]) -> list[str]:
     """The machines and models of the measurement, each once."""
     rows = [row for run in runs for each in run.rows.values() for row in each]
     return list(dict.fromkeys(_machine(row) for row in rows))
@@ -98,7 +98,7 @@ def _machine(row: Row) -> str:
     return f"{row.get('model', '?')} on {cpu}, {cores} cores, torch {torch}"
 
 
-def _tables(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def _tables(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for run in runs:
         for bench, rows in run.rows.items():
@@ -110,14 +110,14 @@ def _tables(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return found
 
 
-def _load(run: Run, row: Row) -> dict[str, Any]:
+def _load(run: RecordedRun, row: Row) -> dict[str, Any]:
     speed = short(row["output_tokens_per_s"])
     title = f"{run.name}: {row['requests']} requests, {row['failed']} failed, {speed} output tokens/s"
     header = ["", "p50", "p90", "p99"]
     return {"title": title, "header": header, "rows": latency_rows(row), "commands": run.commands("load")}
 
 
-def _counters(run: Run, counters: dict[str, float]) -> dict[str, Any]:
+def _counters(run: RecordedRun, counters: dict[str, float]) -> dict[str, Any]:
     """The server's counters, each beside its number per output token."""
     out = counters.get("output_tokens") or counters.get("emitted") or 0.0
     rows = [[name, f"{value:,.0f}", short(value / out) if out else "-"] for name, value in counters.items() if value]
@@ -127,7 +127,7 @@ def _counters(run: Run, counters: dict[str, float]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _contest(run: Run, rows: Sequence[Row]) -> dict[str, Any]:
+def _contest(run: RecordedRun, rows: Sequence[Row]) -> dict[str, Any]:
     from phasewise.bench.rivals import Contest
 
     names = {row["contender"]: "" for row in rows}

@@ -16,7 +16,7 @@ Row = Mapping[str, Any]
 
 
 @dataclass
-class Run:
+class RecordedRun:
     """The content of one file. `rows` by their benchmark; `served` and `events` of a recorded load."""
 
     name: str
@@ -36,13 +36,13 @@ class Run:
         return recording(self.events)
 
 
-def read(paths: Sequence[Path]) -> list[Run]:
+def read(paths: Sequence[Path]) -> list[RecordedRun]:
     """Raises UserError for a file that cannot be read, or is none of these."""
     return [_read(path) for path in paths]
 
 
-def _read(path: Path) -> Run:
-    run = Run(path.stem)
+def _read(path: Path) -> RecordedRun:
+    run = RecordedRun(path.stem)
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -26,7 +26,7 @@ MOST = 16  # ... and those that its last pass may bring on top
 
 
 @dataclass(frozen=True)
-class Timed:
+class PairedTime:
     """Medians of both, seconds of whatever the timing counts, and the ratio of the other's to the method's."""
 
     method: float
@@ -34,7 +34,7 @@ class Timed:
     faster: Ratio
 
 
-def timed(lab: Lab, system: System, timing: Timing, tell: Tell) -> Timed:
+def timed(lab: Lab, system: System, timing: Timing, tell: Tell) -> PairedTime:
     """Measure one timing. A first, short round warms up."""
     everybody = {str(role): setting for role, setting in system.roles.items()} | dict(timing.settings)
     who = {role: everybody[role] for role in ("method", timing.against)}
@@ -48,7 +48,9 @@ def timed(lab: Lab, system: System, timing: Timing, tell: Tell) -> Timed:
             found = _played(lab, engines, who, name, system, timing)
     faster = ratio(found[timing.against], found["method"])
     assert faster is not None
-    return Timed(statistics.median(found["method"].values()), statistics.median(found[timing.against].values()), faster)
+    return PairedTime(
+        statistics.median(found["method"].values()), statistics.median(found[timing.against].values()), faster
+    )
 
 
 Seconds = Mapping[str, dict[int, float]]
@@ -102,7 +104,7 @@ def _decode(engine: Placed, request: Request, tokens: int) -> None:
             raise UserError(f"a request of {request.prompt_len} tokens left too early: {request.left.reason}")
 
 
-def time_check(timing: Timing, found: Timed | None) -> Check:
+def time_check(timing: Timing, found: PairedTime | None) -> Check:
     """Checks that every round was faster by more than asked for; it is not examined without a time."""
     name = f"{timing.name}, method against {timing.against}"
     expected = f"above {timing.least:g} in every round"

@@ -11,7 +11,7 @@ from phasewise.bench.rows.later import ENDS, Talk, grades, talks
 from phasewise.bench.stats import shares
 from phasewise.reproduce.lab import Lab
 from phasewise.reproduce.play import finish, going_on
-from phasewise.reproduce.system import Setting, Tried
+from phasewise.reproduce.system import AttemptOutcome, Setting
 from phasewise.reproduce.workload import pocket_text
 from phasewise.request.params import Params
 from phasewise.request.request import Request
@@ -43,7 +43,7 @@ def _talks(lab: Lab, n: int, evaluation: bool = True) -> list[Talk]:
 
 
 @dataclass
-class Turns:
+class SecondQuestions:
     """Results of second questions that were requests of their own: 1 for each answered right, else 0; tokens of their
     prompts; rows that they ran, and that they should have run if only what no turn before has rows for is computed."""
 
@@ -53,10 +53,10 @@ class Turns:
     new: int = 0
 
 
-def in_turns(lab: Lab, setting: Setting, n: int) -> Turns:
+def in_turns(lab: Lab, setting: Setting, n: int) -> SecondQuestions:
     """The same questions. The first one is answered by the model itself; the second's request goes on from the KV that
     the first's has left, where that can be asked for."""
-    text, found, some = pocket_text(), Turns(), _talks(lab, n)
+    text, found, some = pocket_text(), SecondQuestions(), _talks(lab, n)
     params = Params(max_tokens=max(len(text.encode(talk.answer)) for talk in some) + ENDS)
     with lab.engine(setting) as engine:
         for talk in some:
@@ -75,7 +75,7 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
-def compared(lab: Lab, method: Setting, losing: Mapping[str, Setting], beside: Mapping[str, Setting]) -> Tried:
+def compared(lab: Lab, method: Setting, losing: Mapping[str, Setting], beside: Mapping[str, Setting]) -> AttemptOutcome:
     """Checks that `method` answers more second questions than every setting of `losing`; those `beside` are shown."""
     n = number(lab)
     return leading(
@@ -83,9 +83,9 @@ def compared(lab: Lab, method: Setting, losing: Mapping[str, Setting], beside: M
     )
 
 
-def leading(found: Mapping[str, Sequence[float]], losing: Collection[str]) -> Tried:
+def leading(found: Mapping[str, Sequence[float]], losing: Collection[str]) -> AttemptOutcome:
     """Checks that "method" answers more questions than all of `losing`; all are shown."""
     leads = {name: shares(found["method"], found[name]) for name in losing}
     said = "; ".join(f"less {name} {lead.text(True)}" for name, lead in leads.items())
     words = ", ".join(f"{name} {sum(grades) / len(grades):.0%}" for name, grades in found.items())
-    return Tried(all(lead.low > 0 for lead in leads.values()), f"{said} ({words}, of {len(found['method'])})")
+    return AttemptOutcome(all(lead.low > 0 for lead in leads.values()), f"{said} ({words}, of {len(found['method'])})")

@@ -16,17 +16,17 @@ from phasewise.methods.decode.c2c import C2C
 from phasewise.model import artefacts
 from phasewise.model.model import Model
 from phasewise.train import dense
-from phasewise.train.artefacts.decode_c2c import Fuser, noisy, reply_loss, start
-from phasewise.train.dense import Block, Dense, Shape
-from phasewise.train.exchanges import Exchange, Pair, exchange
+from phasewise.train.artefacts.decode_c2c import TrainedFuser, noisy, reply_loss, start
+from phasewise.train.dense import DenseDecoder, DenseShape, TokenBlock
+from phasewise.train.exchanges import Pair, PromptReplyBatch, exchange
 from phasewise.train.trainer import update
 
 RECEIVER, SHARERS = "knows-own", ("knows-first", "knows-second")
 KEYS = {RECEIVER: range(3, 23), SHARERS[0]: range(23, 33), SHARERS[1]: range(33, 43)}
 VALUES, FIRST_VALUE = 10, 43
 FILLERS, AFTER, ASK, END = range(54, 58), 58, 59, 2
-LARGE = Shape(64, 64, 3, 4, 2, 96, head_dim=16, max_position_embeddings=512)
-SMALL = Shape(64, 48, 3, 3, 3, 64, head_dim=16, max_position_embeddings=512)
+LARGE = DenseShape(64, 64, 3, 4, 2, 96, head_dim=16, max_position_embeddings=512)
+SMALL = DenseShape(64, 48, 3, 3, 3, 64, head_dim=16, max_position_embeddings=512)
 WIDTH, STEPS, AT_ONCE = 32, 200, 32
 
 
@@ -45,22 +45,22 @@ def facts(keys: Sequence[int], gen: torch.Generator, n: int) -> list[Pair]:
     return found
 
 
-def split(pairs: Sequence[Pair]) -> Exchange:
+def split(pairs: Sequence[Pair]) -> PromptReplyBatch:
     """Prompts but for their last token, which the receiver reads over what was fused."""
     return exchange([(prompt[:-1], [prompt[-1], *reply]) for prompt, reply in pairs], 0)
 
 
-def taught(shape: Shape, keys: Sequence[int], seed: int) -> Dense:
+def taught(shape: DenseShape, keys: Sequence[int], seed: int) -> DenseDecoder:
     """A model that says what these keys mean."""
     torch.manual_seed(seed)
-    model = Dense(shape)
+    model = DenseDecoder(shape)
     torch.nn.init.ones_(model.norm.weight)  # type: ignore[arg-type]
     optimizer, gen = torch.optim.AdamW(model.parameters(), lr=5e-3), torch.Generator().manual_seed(seed)
     for _ in range(STEPS):
         ids = torch.tensor([prompt + reply for prompt, reply in facts(keys, gen, AT_ONCE)])
         targets = torch.full_like(ids, -1)
         targets[:, 3:-1] = ids[:, -1:]  # from the key on, so that what it means is in the cache
-        torch.autograd.backward(torch.cat(dense.losses(model, [Block.of(ids, targets)])).mean())
+        torch.autograd.backward(torch.cat(dense.losses(model, [TokenBlock.of(ids, targets)])).mean())
         optimizer.step()
         optimizer.zero_grad()
     return model.requires_grad_(False)
@@ -72,7 +72,9 @@ def knowing(name: str, target: Path) -> None:
     dense.save(taught(shape, KEYS[name], list(KEYS).index(name)), target, [END])
 
 
-def tuned(learns: Fuser, receiver: Dense, sharer: Dense, keys: Sequence[int], seed: int) -> Fuser:
+def tuned(
+    learns: TrainedFuser, receiver: DenseDecoder, sharer: DenseDecoder, keys: Sequence[int], seed: int
+) -> TrainedFuser:
     """The fuser, trained on these keys of the sharer's and on all of the receiver's."""
     run, gen = start(learns), torch.Generator().manual_seed(seed)
     run.optimizers[0].param_groups[0]["lr"] = 4e-3
@@ -90,6 +92,6 @@ def fuser(sharer: str, models: Sequence[Model], target: Path) -> Path:
     seed = 3 + SHARERS.index(sharer)
     torch.manual_seed(seed)
     twins = [dense.load(model.files.path).requires_grad_(False) for model in models]
-    learned = tuned(Fuser(made), twins[0], twins[1], KEYS[sharer], seed + 1)
+    learned = tuned(TrainedFuser(made), twins[0], twins[1], KEYS[sharer], seed + 1)
     artefacts.save(target, made, learned.tensors(), artefacts.fingerprint(base), "phasewise reproduce c2c")
     return target

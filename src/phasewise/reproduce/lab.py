@@ -18,9 +18,9 @@ from phasewise.load import dtype_of
 from phasewise.model.model import Model
 from phasewise.options import parse
 from phasewise.reproduce.models import Shelf
-from phasewise.reproduce.play import Entry, Run, play
+from phasewise.reproduce.play import LoadEntry, PlayedRun, play
 from phasewise.reproduce.system import Case, Load, Setting
-from phasewise.reproduce.workload import Asked
+from phasewise.reproduce.workload import PromptSource
 from phasewise.verbs.place import Placed
 
 TINY = {"random-experts": "tiny-experts", "random-dense": "tiny-dense"}  # stand-ins in a quick run
@@ -61,10 +61,10 @@ class Lab:
         """The model that stands for `name` at this scale."""
         return TINY.get(name, name) if self.scale.quick else name
 
-    def asked(self, name: str, number: int = 0) -> Asked:
+    def asked(self, name: str, number: int = 0) -> PromptSource:
         """The prompts of round `number`; no prompt comes twice."""
         vocab = self.model(name).config.vocab
-        return Asked(vocab, self.scale.seed * 1000 + number, self.scale.quick)
+        return PromptSource(vocab, self.scale.seed * 1000 + number, self.scale.quick)
 
     @contextmanager
     def engine(
@@ -86,7 +86,7 @@ class Lab:
         finally:
             engine.close()
 
-    def play(self, setting: Setting, entries: Sequence[Entry], name: str, dtype: str | None = None) -> Run:
+    def play(self, setting: Setting, entries: Sequence[LoadEntry], name: str, dtype: str | None = None) -> PlayedRun:
         """A load on an engine of its own, every step watched."""
         with self.engine(setting, name, dtype) as engine:
             return play(engine, entries)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from phasewise.ops import native
-from phasewise.reproduce.play import Entry, Run
+from phasewise.reproduce.play import LoadEntry, PlayedRun
 from phasewise.reproduce.system import Case, Load
-from phasewise.reproduce.workload import Asked
+from phasewise.reproduce.workload import PromptSource
 
 STREAMS = 4
 
@@ -13,9 +13,9 @@ STREAMS = 4
 def streams_and_prompts(*lengths: int, new: int = 64, least: int = 256) -> Load:
     """Four requests that write, and after some tokens of theirs prompts of these lengths, all at once."""
 
-    def load(asked: Asked) -> list[Entry]:
-        early = [Entry(asked.code(32), asked.size(new, 24)) for _ in range(STREAMS)]
-        return early + [Entry(asked.code(asked.size(length, min(length, least))), 4, after=8) for length in lengths]
+    def load(asked: PromptSource) -> list[LoadEntry]:
+        early = [LoadEntry(asked.code(32), asked.size(new, 24)) for _ in range(STREAMS)]
+        return early + [LoadEntry(asked.code(asked.size(length, min(length, least))), 4, after=8) for length in lengths]
 
     return load
 
@@ -23,11 +23,11 @@ def streams_and_prompts(*lengths: int, new: int = 64, least: int = 256) -> Load:
 def arriving(*lengths: int, new: int, least: int = 64) -> Load:
     """Four requests that write, and prompts that come one after another, each after a further eighth of the tokens."""
 
-    def load(asked: Asked) -> list[Entry]:
+    def load(asked: PromptSource) -> list[LoadEntry]:
         tokens = asked.size(new, 24)
-        early = [Entry(asked.code(64), tokens) for _ in range(STREAMS)]
+        early = [LoadEntry(asked.code(64), tokens) for _ in range(STREAMS)]
         late = [
-            Entry(asked.code(asked.size(length, least)), 6, after=max(1, tokens * (i + 1) // 8))
+            LoadEntry(asked.code(asked.size(length, least)), 6, after=max(1, tokens * (i + 1) // 8))
             for i, length in enumerate(lengths)
         ]
         return early + late
@@ -37,19 +37,19 @@ def arriving(*lengths: int, new: int, least: int = 64) -> Load:
 
 def lone(prompt: int, new: int, least: int = 256) -> Load:
     """One request."""
-    return lambda asked: [Entry(asked.code(asked.size(prompt, min(least, prompt))), new)]
+    return lambda asked: [LoadEntry(asked.code(asked.size(prompt, min(least, prompt))), new)]
 
 
 def together(n: int, prompt: int, new: int, least: int = 256) -> Load:
     """A load of several requests at once."""
-    return lambda asked: [Entry(asked.code(asked.size(prompt, min(least, prompt))), new) for _ in range(n)]
+    return lambda asked: [LoadEntry(asked.code(asked.size(prompt, min(least, prompt))), new) for _ in range(n)]
 
 
 def answering(*rows: str, n: int) -> Load:
     """Questions of these tasks, each as many tokens long as its right answer."""
 
-    def load(asked: Asked) -> list[Entry]:
-        return [Entry(prompt, max(2, new)) for row in rows for prompt, new in asked.chats(row, asked.size(n, 3))]
+    def load(asked: PromptSource) -> list[LoadEntry]:
+        return [LoadEntry(prompt, max(2, new)) for row in rows for prompt, new in asked.chats(row, asked.size(n, 3))]
 
     return load
 
@@ -70,38 +70,38 @@ def paused(case: Case) -> int:
     return sum(step.streams - step.advanced for step in case.method.steps)
 
 
-def held(run: Run) -> int:
+def held(run: PlayedRun) -> int:
     """The most bytes of committed KV after any step."""
     return max(step.kv for step in run.steps)
 
 
-def longest_gap(run: Run) -> float:
+def longest_gap(run: PlayedRun) -> float:
     """Seconds between two tokens of a request that was there from the start, at most."""
     return max(gap for request in run.early for gap in request.trace.itl)
 
 
-def late_first(run: Run) -> float:
+def late_first(run: PlayedRun) -> float:
     """Mean seconds to the first token of those that came later."""
     return _mean([request.trace.ttft for request in run.late])
 
 
-def late_second(run: Run) -> float:
+def late_second(run: PlayedRun) -> float:
     """Mean seconds from the first token to the second of those that came later."""
     return _mean([request.trace.itl[0] for request in run.late])
 
 
-def late_whole(run: Run) -> float:
+def late_whole(run: PlayedRun) -> float:
     """Mean seconds to the end of those that came later."""
     traces = [request.trace for request in run.late]
     return _mean([None if trace.left is None else trace.left - trace.arrived for trace in traces])
 
 
-def per_token(run: Run) -> float:
+def per_token(run: PlayedRun) -> float:
     """Seconds of the whole run per token."""
     return run.seconds / sum(map(len, run.outs))
 
 
-def pace(run: Run) -> float:
+def pace(run: PlayedRun) -> float:
     """Mean seconds per token after the first."""
     return _mean([request.trace.tpot for request in run.requests])
 

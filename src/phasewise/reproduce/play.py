@@ -19,7 +19,7 @@ QUIET, PATIENCE = 0.25, 30.0  # seconds without news after which workers have sa
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LoadEntry:
     """A request that is made once the first one has emitted `after` tokens; the end token is ignored. At a
     temperature each request of a load draws by a seed of its own.
 
@@ -36,7 +36,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PlayedStep:
     """One step: rows run, rows that requests wanted to bring, streams (requests that decode) and those that got on."""
 
     rows: int
@@ -48,15 +48,15 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Run:
+class PlayedRun:
     """A load as it was played."""
 
-    entries: Sequence[Entry]
+    entries: Sequence[LoadEntry]
     requests: Sequence[Request]
     work: Counters
     seconds: float
     peak_kv: int
-    steps: Sequence[Step]  # empty unless they were watched
+    steps: Sequence[PlayedStep]  # empty unless they were watched
 
     @property
     def outs(self) -> list[list[int]]:
@@ -73,7 +73,7 @@ class Run:
         return [request for request, entry in zip(self.requests, self.entries) if entry.after]
 
     @property
-    def decoding(self) -> list[Step]:
+    def decoding(self) -> list[PlayedStep]:
         """Steps in which all requests decode, each with one row."""
         return [step for step in self.steps if step.streams == step.rows == len(self.requests)]
 
@@ -89,7 +89,7 @@ class Run:
         return most
 
 
-def play(engine: Placed, entries: Sequence[Entry], watch: bool = True, most: int = 200_000) -> Run:
+def play(engine: Placed, entries: Sequence[LoadEntry], watch: bool = True, most: int = 200_000) -> PlayedRun:
     """Run all of them to their end. Raises UserError if one of them fails."""
     ask(engine, {tuple(entry.prompt[: entry.shared]) for entry in entries if entry.shared})
     requests: list[Request] = []
@@ -98,7 +98,7 @@ def play(engine: Placed, entries: Sequence[Entry], watch: bool = True, most: int
         if entry.edits is not None:
             params = going_on(engine, params, requests[entry.edits])
         requests.append(Request(entry.prompt, params))
-    before, peak, steps = copy.copy(engine.counters), 0, list[Step]()
+    before, peak, steps = copy.copy(engine.counters), 0, list[PlayedStep]()
     pending = sorted(zip(entries, requests), key=lambda pair: pair[0].after)
     start = time.perf_counter()
     with torch.inference_mode():
@@ -117,7 +117,7 @@ def play(engine: Placed, entries: Sequence[Entry], watch: bool = True, most: int
         if request.left is None or request.left.how != "finished":
             raise UserError(f"a request did not finish: {request.left and request.left.reason}")
     settle(engine)
-    return Run(entries, requests, engine.counters - before, seconds, peak, steps)
+    return PlayedRun(entries, requests, engine.counters - before, seconds, peak, steps)
 
 
 def going_on(engine: Placed, params: Params, other: Request) -> Params:
@@ -130,7 +130,7 @@ def going_on(engine: Placed, params: Params, other: Request) -> Params:
     return asking
 
 
-def _watched(engine: Placed, requests: Sequence[Request]) -> Step:
+def _watched(engine: Placed, requests: Sequence[Request]) -> PlayedStep:
     here = [request for request in requests if request.left is None and request.layers]
     streams = {request.id: request.n_out for request in here if not request.prefilling and request.n_out}
     wanted = sum(request.prompt_len - request.computed if request.prefilling else 1 for request in here)
@@ -139,7 +139,7 @@ def _watched(engine: Placed, requests: Sequence[Request]) -> Step:
     advanced = sum(request.n_out > streams.get(request.id, request.n_out) for request in here)
     kv = sum(request.kv.live_bytes for request in requests if request.kv is not None)
     now = engine.counters
-    return Step(now.rows - rows, wanted, len(streams), advanced, kv, now.kv_bytes_read - read)
+    return PlayedStep(now.rows - rows, wanted, len(streams), advanced, kv, now.kv_bytes_read - read)
 
 
 def settle(engine: Placed) -> None:

@@ -10,7 +10,7 @@ from phasewise.errors import Untrained, UserError
 from phasewise.reproduce import answers, clock
 from phasewise.reproduce.lab import Lab, Scale
 from phasewise.reproduce.report import Grade, Report, Speed
-from phasewise.reproduce.system import Attempt, Case, Counter, Part, Saving, System, Tried, Value
+from phasewise.reproduce.system import Attempt, AttemptOutcome, Case, Counter, Part, Saving, System, Value
 from phasewise.reproduce.verdict import Check, judge
 
 Tell = Callable[[str], object]
@@ -25,7 +25,7 @@ def stages(system: System, scale: Scale) -> int:
 
 
 @dataclass
-class Found:
+class Findings:
     """The findings so far."""
 
     checks: list[Check] = field(default_factory=list)
@@ -44,7 +44,7 @@ def reproduce(
     What cannot run here (an extra that is not installed, say) fails a check that says so. Raises Untrained where
     weights are missing, unless it is one `among` others.
     """
-    found = Found()
+    found = Findings()
     try:
         _measure(system, lab, tell, found)
         _time(system, lab, tell, found)
@@ -58,7 +58,7 @@ def reproduce(
 def timed(report: Report, system: System, lab: Lab, tell: Tell = lambda what: None) -> Report:
     """The same report with its times taken, anew if it has any; nothing else of it is measured again."""
     times = {clock.time_check(timing, None).name for timing in system.timings}
-    found = Found([check for check in report.checks if check.name not in times], list(report.grades))
+    found = Findings([check for check in report.checks if check.name not in times], list(report.grades))
     try:
         _time(system, lab, tell, found)
     except UserError as error:
@@ -78,7 +78,7 @@ def complete(report: Report, scale: Scale) -> bool:
     return settled(report, scale) and (not scale.time or report.scale == scale)
 
 
-def _report(name: str, system: System, lab: Lab, found: Found) -> Report:
+def _report(name: str, system: System, lab: Lab, found: Findings) -> Report:
     missing = system.missing + ("samples large enough to conclude from: a quick run",) * lab.scale.quick
     return Report.of(
         name, system, lab.real(system.model), lab.scale, checks=tuple(found.checks), grades=tuple(found.grades),
@@ -86,7 +86,7 @@ def _report(name: str, system: System, lab: Lab, found: Found) -> Report:
     )  # fmt: skip
 
 
-def _measure(system: System, lab: Lab, tell: Tell, found: Found) -> None:
+def _measure(system: System, lab: Lab, tell: Tell, found: Findings) -> None:
     case, checks = _case(lab, system, tell), found.checks
     checks += [_same_tokens(case)] if system.exact else []
     checks += [_counted(counter, _own(lab, system, counter, case, tell)) for counter in system.counters]
@@ -102,7 +102,7 @@ def _measure(system: System, lab: Lab, tell: Tell, found: Found) -> None:
         checks.append(_tried(attempt, lab))
 
 
-def _time(system: System, lab: Lab, tell: Tell, found: Found) -> None:
+def _time(system: System, lab: Lab, tell: Tell, found: Findings) -> None:
     for timing in system.timings:
         taken = clock.timed(lab, system, timing, tell) if lab.scale.time else None
         if not timing.price:
@@ -166,7 +166,7 @@ def _tried(attempt: Attempt, lab: Lab) -> Check:
     try:
         tried = attempt.run(lab)
     except UserError as error:
-        tried = Tried(False, f"refused: {error}")
+        tried = AttemptOutcome(False, f"refused: {error}")
     return Check(attempt.part, attempt.name, tried.measured, attempt.expected, tried.passed)
 
 

@@ -13,9 +13,9 @@ from phasewise import catalog
 from phasewise.methods.decode.speculative import Speculative
 from phasewise.reproduce.controls import Control
 from phasewise.reproduce.lab import Lab
-from phasewise.reproduce.play import Entry, Run
-from phasewise.reproduce.system import Case, Load, Setting, Tried
-from phasewise.reproduce.workload import Asked
+from phasewise.reproduce.play import LoadEntry, PlayedRun
+from phasewise.reproduce.system import AttemptOutcome, Case, Load, Setting
+from phasewise.reproduce.workload import PromptSource
 from phasewise.verbs.draft import Draft
 from phasewise.verbs.sample import Dist
 from phasewise.verbs.traits import Traits
@@ -28,7 +28,7 @@ Forms = Callable[[Tensor, Tensor], tuple[float, ...]]
 
 
 @dataclass(frozen=True)
-class Seen:
+class GuessOutcome:
     """One verdict: whether a first guess was accepted, whether the token that came is the target's likeliest, and the
     chance of that; the forms of its p and q."""
 
@@ -39,12 +39,12 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Watched(Control):
+class WatchedVerifier(Control):
     """verify: as `judge` does. Drafts must say what the second model thinks (`Draft.thoughts`); others are not seen."""
 
     judge: Verifier
     forms: Forms
-    seen: list[Seen] = field(default_factory=list, compare=False)
+    seen: list[GuessOutcome] = field(default_factory=list, compare=False)
     traits: ClassVar[Traits] = Traits("verify", matches="point")
 
     def __call__(self, draft: Draft, p: Dist, rng: Random) -> tuple[list[int], int]:
@@ -53,38 +53,38 @@ class Watched(Control):
         if thought is not None and not p.greedy(0):
             row, q, first = p.row(0).double(), thought.double(), draft.tokens[path[0]] if path else token
             best, forms = int(row.argmax()), self.forms(row / row.sum(), q / q.sum())
-            self.seen.append(Seen(bool(path), first == best, float(row[best]), forms))
+            self.seen.append(GuessOutcome(bool(path), first == best, float(row[best]), forms))
         return path, token
 
 
 def writing(temperature: float) -> Load:
     """Code that nobody was trained on, to go on with by chance."""
 
-    def load(asked: Asked) -> list[Entry]:
+    def load(asked: PromptSource) -> list[LoadEntry]:
         size = asked.size(64, 24)
-        return [Entry(asked.code(64), size, temperature=temperature) for _ in range(asked.size(48, 8))]
+        return [LoadEntry(asked.code(64), size, temperature=temperature) for _ in range(asked.size(48, 8))]
 
     return load
 
 
-def rounds(case: Case, run: Run) -> float:
+def rounds(case: Case, run: PlayedRun) -> float:
     """Verdicts per token: the passes that a request would take alone."""
     return (run.work.emitted - run.work.accepted) / run.work.emitted
 
 
-def watch(lab: Lab, draft: str, verify: str, forms: Forms, load: Load) -> list[Seen]:
+def watch(lab: Lab, draft: str, verify: str, forms: Forms, load: Load) -> list[GuessOutcome]:
     """Everything that is seen of a drafter and a verifier under a load of the pocket model."""
-    watched = Watched(catalog.build("verify", verify), forms)
+    watched = WatchedVerifier(catalog.build("verify", verify), forms)
     setting = Setting(objects={"decode": Speculative(catalog.build("draft", draft), watched)}, most=MOST)
     lab.play(setting, load(lab.asked("pocket")), "pocket")
     return watched.seen
 
 
-def mean(seen: Sequence[Seen], form: int) -> float:
+def mean(seen: Sequence[GuessOutcome], form: int) -> float:
     return sum(each.forms[form] for each in seen) / len(seen)
 
 
-def as_expected(seen: Sequence[Seen]) -> Tried:
+def as_expected(seen: Sequence[GuessOutcome]) -> AttemptOutcome:
     """Checks that first guesses are accepted as often as their closed form says, and the target's likeliest tokens come
     as often as it says itself: within three standard errors."""
     pairs: list[tuple[str, list[tuple[bool, float]]]] = [
@@ -97,13 +97,13 @@ def as_expected(seen: Sequence[Seen]) -> Tried:
         error = ERRORS * math.sqrt(sum(chance * max(0.0, 1 - chance) for _, chance in each)) / len(each)
         passed = passed and abs(share - wanted) <= error
         words.append(f"{name} {share:.2%}, expected {wanted:.2%} +- {error:.2%}")
-    return Tried(passed, "; ".join(words) + f" (of {len(seen):,})")
+    return AttemptOutcome(passed, "; ".join(words) + f" (of {len(seen):,})")
 
 
-def expected(draft: str, verify: str, forms: Forms, load: Load) -> Callable[[Lab], Tried]:
+def expected(draft: str, verify: str, forms: Forms, load: Load) -> Callable[[Lab], AttemptOutcome]:
     """An attempt: `as_expected` of that drafter and verifier."""
 
-    def run(lab: Lab) -> Tried:
+    def run(lab: Lab) -> AttemptOutcome:
         return as_expected(watch(lab, draft, verify, forms, load))
 
     return run

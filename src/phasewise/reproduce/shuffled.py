@@ -17,7 +17,7 @@ from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class Shuffled(Control, Storing):
+class PermutedClasses(Control, Storing):
     """store, evict: as many rows in either class as ZipCache has, but how much they matter is shuffled among them."""
 
     of: ZipCache

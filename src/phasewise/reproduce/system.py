@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from phasewise.model.config import ModelConfig
     from phasewise.reproduce.lab import Lab
-    from phasewise.reproduce.play import Entry, Run
-    from phasewise.reproduce.workload import Asked
+    from phasewise.reproduce.play import LoadEntry, PlayedRun
+    from phasewise.reproduce.workload import PromptSource
     from phasewise.request.counters import Counters
 
 Role = Literal["method", "baseline", "control"]
 Part = Literal["exact", "counter", "claim", "quality", "control"]
 Value = float | tuple[float, ...]
-Load = Callable[["Asked"], "list[Entry]"]
+Load = Callable[["PromptSource"], "list[LoadEntry]"]
 """What is asked of an engine; the same for everybody, new prompts for every seed."""
 
 
@@ -60,12 +60,12 @@ class Setting:
 class Case:
     """The runs of a system by role, on a model whose rows take so many bytes of KV in all layers."""
 
-    runs: Mapping[str, Run]
+    runs: Mapping[str, PlayedRun]
     config: ModelConfig
     row_bytes: int
 
     @property
-    def method(self) -> Run:
+    def method(self) -> PlayedRun:
         return self.runs["method"]
 
     @property
@@ -73,7 +73,7 @@ class Case:
         return self.method.work
 
     @property
-    def entries(self) -> Sequence[Entry]:
+    def entries(self) -> Sequence[LoadEntry]:
         return self.method.entries
 
 
@@ -100,7 +100,7 @@ class Saving:
     """A cost of the method that must be at least `least` times smaller than that of the baseline, or of the control."""
 
     name: str
-    cost: Callable[[Case, Run], float]
+    cost: Callable[[Case, PlayedRun], float]
     against: Literal["baseline", "control"]
     least: float = 1.1
 
@@ -133,7 +133,7 @@ class Timing:
 
     name: str
     least: float = 1.0
-    seconds: Callable[[Run], float] | None = None
+    seconds: Callable[[PlayedRun], float] | None = None
     against: Literal["baseline", "control"] = "baseline"
     load: Load | None = None
     model: str | None = None
@@ -143,7 +143,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Tried:
+class AttemptOutcome:
     """The outcome of an attempt, in words."""
 
     passed: bool
@@ -157,7 +157,7 @@ class Attempt:
     part: Part
     name: str
     expected: str
-    run: Callable[[Lab], Tried]
+    run: Callable[[Lab], AttemptOutcome]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 
 from phasewise.bench.prompts import Prompts, random_prompts, text_prompts
-from phasewise.bench.quality import TASKS, Text
+from phasewise.bench.quality import TASKS, TextCodec
 from phasewise.known.corpus import sources
 from phasewise.load import model_path
 from phasewise.model.tokenizer import Tokenizer
@@ -19,8 +19,8 @@ STRANGER = "smollm2"  # nobody here has trained it
 
 
 @cache
-def pocket_text() -> Text:
-    return Text.load(Path(model_path("pocket")))
+def pocket_text() -> TextCodec:
+    return TextCodec.load(Path(model_path("pocket")))
 
 
 @cache
@@ -37,7 +37,7 @@ def examples(row: str, n: int, seed: int) -> list[Example]:
 
 
 @dataclass
-class Asked:
+class PromptSource:
     """A source of prompts for one load: seeded, small ones for a quick run."""
 
     vocab: int

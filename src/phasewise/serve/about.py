@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from phasewise.serve.service import Service
 
 
-class Small(BaseModel):
+class StrictBody(BaseModel):
     """A body of few fields: one that is unknown is refused."""
 
     model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
@@ -28,7 +28,7 @@ class Small(BaseModel):
     model: str | None = None
 
 
-class TokenizeAsk(Small):
+class TokenizeAsk(StrictBody):
     """POST /tokenize: the tokens of a prompt, or of a conversation as the chat template writes it."""
 
     prompt: str | None = None
@@ -56,7 +56,7 @@ class TokenizeAsk(Small):
         return read(ChatAsk, json.dumps({"messages": self.messages, **fields}).encode())
 
 
-class DetokenizeAsk(Small):
+class DetokenizeAsk(StrictBody):
     """POST /detokenize"""
 
     tokens: list[Int]

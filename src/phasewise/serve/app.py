@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phasewise.errors import UserError
-from phasewise.serve.guard.policy import Policy
+from phasewise.serve.guard.policy import ServePolicy
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from phasewise.serve.service import Service
     from phasewise.serve.watch.traces import Tracer
 
-POLICY = Policy()
+POLICY = ServePolicy()
 OPEN_TO_ALL = (
     "other machines can reach this server without a key. --keys FILE requires keys (`phasewise keys new NAME` makes "
     "one); --host 127.0.0.1 keeps other machines out"
@@ -39,7 +39,7 @@ OPEN_TO_ALL = (
 
 def run(
     llm: LLM | Callable[[], LLM], *, host: str = "127.0.0.1", port: int = 8000, name: str | None = None,
-    slo: SLO | None = None, policy: Policy = POLICY,
+    slo: SLO | None = None, policy: ServePolicy = POLICY,
 ) -> None:  # fmt: skip
     """Serve a model until SIGINT or SIGTERM, then return.
 
@@ -90,7 +90,12 @@ def run(
 
 
 def create_app(
-    llm: LLM, *, name: str | None = None, slo: SLO | None = None, policy: Policy = POLICY, tracer: Tracer | None = None
+    llm: LLM,
+    *,
+    name: str | None = None,
+    slo: SLO | None = None,
+    policy: ServePolicy = POLICY,
+    tracer: Tracer | None = None,
 ) -> FastAPI:
     """The ASGI application around a model. Its lifespan starts and ends the engine's thread. `tracer`: instead of one
     that the policy asks for."""
@@ -100,10 +105,10 @@ def create_app(
 
     from phasewise import __version__
     from phasewise.errors import PhasewiseError
-    from phasewise.serve.again import Again
     from phasewise.serve.described import POSTED, answers, asks, describe, error_of
     from phasewise.serve.guard.gate import OPEN, Gate
     from phasewise.serve.guard.keys import KeyRing
+    from phasewise.serve.reloader import Reloader
     from phasewise.serve.service import Service
     from phasewise.serve.watch.traces import Tracer, exporter
 
@@ -121,7 +126,7 @@ def create_app(
             tracer.close()
 
     app = FastAPI(title="phasewise", version=__version__, lifespan=lifespan)
-    app.state.service, app.state.again = service, Again(service, keys, policy.recipes)
+    app.state.service, app.state.again = service, Reloader(service, keys, policy.recipes)
     if keys is not None:
         service.metrics.registry.register(keys)
     app.add_middleware(Gate, service=service, keys=keys, policy=policy, tracer=tracer)
@@ -151,7 +156,7 @@ def create_app(
     return app
 
 
-def show(app: FastAPI, service: Service, keys: KeyRing | None, policy: Policy) -> None:
+def show(app: FastAPI, service: Service, keys: KeyRing | None, policy: ServePolicy) -> None:
     """Adds the event stream and the page that draws it. The stream never ends, so no document of requests lists it."""
     from starlette.responses import Response
 

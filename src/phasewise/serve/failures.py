@@ -17,7 +17,7 @@ _PATH = re.compile(r"(?<![\w:/.~])~?/[\w.+@%-]+(?:/[\w.+@%-]*)+")
 SHUTDOWN = "the server is shutting down"
 
 
-class Full(PhasewiseError):
+class ServerBusy(PhasewiseError):
     """The server has as many live requests as it takes; clients should try again later."""
 
 
@@ -41,7 +41,7 @@ def api_error(error: Exception) -> ApiError:
     match error:
         case ApiError():
             return error
-        case Full():
+        case ServerBusy():
             return ApiError(429, str(error), code="queue_full")
         case Unavailable():
             return ApiError(503, str(error), code="unavailable")

@@ -27,9 +27,9 @@ from phasewise.ops.native import release_threads
 from phasewise.request.request import Left, Request
 from phasewise.request.score import Score
 from phasewise.request.trace import Trace
-from phasewise.serve.bell import Bell
-from phasewise.serve.failures import Full, Unavailable
-from phasewise.serve.guard.exchange import CURRENT, Exchange
+from phasewise.serve.failures import ServerBusy, Unavailable
+from phasewise.serve.guard.context import CURRENT, RequestContext
+from phasewise.serve.notifier import Notifier
 from phasewise.serve.watch.watcher import Told, Watcher
 from phasewise.verbs.place import Placed
 
@@ -40,7 +40,7 @@ WATCH = 0.5  # seconds between steps with nothing to run, where workers may have
 
 
 @dataclass(slots=True, eq=False)
-class Feed:
+class OutputStream:
     """The output of one request, on the event loop's side. After `EngineLoop.add` the request itself is the engine's.
 
     `tokens` have arrived and wait to be taken; a feed that is not `partial` gets them all at the end. `bell` is rung
@@ -48,14 +48,14 @@ class Feed:
     """
 
     request: Request
-    bell: Bell
+    bell: Notifier
     partial: bool = False
     arrived: float = field(default_factory=time.monotonic)
     tokens: list[int] = field(default_factory=list)
     scores: dict[int, Score] = field(default_factory=dict)  # by position, of tokens that have arrived
     left: Left | None = None
     trace: Trace | None = None  # from when it has left
-    exchange: Exchange | None = field(default_factory=CURRENT.get)  # which it is part of
+    exchange: RequestContext | None = field(default_factory=CURRENT.get)  # which it is part of
     posted: int = field(init=False)  # the engine thread's: how many of the request's tokens are on their way ...
     scored: int = 0  # ... and up to which position their scores
     number: int = 0  # under which the event stream speaks of it
@@ -78,7 +78,7 @@ class Snapshot:
     by_recipe: dict[str, dict[str, int]] = field(default_factory=dict)  # those that belong to single requests
 
 
-News = tuple[Feed, list[int], dict[int, Score], Left | None, Trace | None]
+News = tuple[OutputStream, list[int], dict[int, Score], Left | None, Trace | None]
 
 
 class EngineLoop:
@@ -87,14 +87,16 @@ class EngineLoop:
     At most `capacity` requests are live at a time. `on_left` is told, on the event loop, of each that has left.
     """
 
-    def __init__(self, placed: Placed, capacity: int, on_left: Callable[[Feed], Any] = lambda feed: None) -> None:
+    def __init__(
+        self, placed: Placed, capacity: int, on_left: Callable[[OutputStream], Any] = lambda feed: None
+    ) -> None:
         self.capacity = capacity
         self.live = 0
         self.failed: str | None = None  # why the engine can no longer step
         self.stopping = False
         self._placed, self._on_left = placed, on_left
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._feeds: dict[str, Feed] = {}  # of live requests; the engine thread's
+        self._feeds: dict[str, OutputStream] = {}  # of live requests; the engine thread's
         self._last = Snapshot()
         self._watcher: Watcher | None = None  # the engine thread's; nobody listens without
         self._numbers = itertools.count(1)
@@ -106,7 +108,7 @@ class EngineLoop:
         release_threads()  # those of loading: the engine's thread has its own
         self._thread.start()
 
-    async def add(self, feeds: Sequence[Feed]) -> None:
+    async def add(self, feeds: Sequence[OutputStream]) -> None:
         """Hand requests over, all or none: returns when the engine has accepted them.
 
         Raises UserError if one can never run, Full or Unavailable if the server cannot take them now.
@@ -118,7 +120,7 @@ class EngineLoop:
         if len(feeds) > self.capacity:
             raise UserError(f"{len(feeds)} sequences at once are more than this server takes ({self.capacity})")
         if self.live + len(feeds) > self.capacity:
-            raise Full(f"{self.live} requests are live and the limit is {self.capacity}: try again later")
+            raise ServerBusy(f"{self.live} requests are live and the limit is {self.capacity}: try again later")
         self.live += len(feeds)
         for feed in feeds:
             feed.number = next(self._numbers)
@@ -165,7 +167,7 @@ class EngineLoop:
 
         self._commands.put(do)
 
-    def cancel(self, feeds: Sequence[Feed]) -> None:
+    def cancel(self, feeds: Sequence[OutputStream]) -> None:
         """Drop those that have not left yet."""
         self._commands.put(lambda: self._cancel(feeds))
 
@@ -216,7 +218,7 @@ class EngineLoop:
             wait = False
         return True
 
-    def _add(self, feeds: Sequence[Feed], answer: asyncio.Future[Exception | None]) -> None:
+    def _add(self, feeds: Sequence[OutputStream], answer: asyncio.Future[Exception | None]) -> None:
         refusal: Exception | None = None
         if self.failed is not None:
             refusal = Unavailable(f"the engine has failed ({self.failed}); restart the server")
@@ -235,7 +237,7 @@ class EngineLoop:
         self.tell(self._added, answer, refusal, feeds)
         self._look()
 
-    def _cancel(self, feeds: Sequence[Feed]) -> None:
+    def _cancel(self, feeds: Sequence[OutputStream]) -> None:
         if self.failed is not None:
             return
         alive = [feed.request for feed in feeds if feed.request.id in self._feeds]
@@ -292,7 +294,7 @@ class EngineLoop:
 
     # ---- on the event loop again
     def _added(
-        self, answer: asyncio.Future[Exception | None], refusal: Exception | None, feeds: Sequence[Feed]
+        self, answer: asyncio.Future[Exception | None], refusal: Exception | None, feeds: Sequence[OutputStream]
     ) -> None:
         if refusal is not None:
             self.live -= len(feeds)
@@ -301,7 +303,7 @@ class EngineLoop:
         _resolve(answer, refusal)
 
     def _deliver(self, news: Sequence[News]) -> None:
-        bells: dict[Bell, None] = {}
+        bells: dict[Notifier, None] = {}
         for feed, tokens, scores, left, trace in news:
             feed.tokens += tokens
             feed.scores |= scores
@@ -316,12 +318,12 @@ class EngineLoop:
             bell.ring()
 
 
-def _exchanges(feeds: Sequence[Feed]) -> list[Exchange]:
+def _exchanges(feeds: Sequence[OutputStream]) -> list[RequestContext]:
     """The exchange that each request is part of, if there is one."""
     return [feed.exchange for feed in feeds if feed.exchange is not None]
 
 
-def _scores(feed: Feed) -> dict[int, Score]:
+def _scores(feed: OutputStream) -> dict[int, Score]:
     """Those that are not on their way yet."""
     request, start = feed.request, feed.scored
     if not request.params.scored:

@@ -12,8 +12,8 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from phasewise.serve.again import Again
 from phasewise.serve.direct import Protocol
+from phasewise.serve.reloader import Reloader
 from phasewise.serve.service import Service
 
 PATIENCE = 5.0  # seconds that running requests have to finish after SIGINT or SIGTERM
@@ -23,7 +23,7 @@ LAST_WORDS = 2  # seconds more for their last bytes to reach the clients
 class Server(uvicorn.Server):
     """Calls `ready` once it accepts connections; a signal ends it without an error, but SIGHUP has files read again."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, again: Again, ready: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, again: Reloader, ready: Callable[[], None]) -> None:
         super().__init__(config)
         self._service, self._again, self._ready = service, again, ready
         self._signals = 0

@@ -20,24 +20,24 @@ from phasewise.errors import UserError, near
 from phasewise.llm import LLM
 from phasewise.request.params import SLO, Params
 from phasewise.serve.about import About
-from phasewise.serve.completions.answer import Answer, Order, Telling
-from phasewise.serve.completions.conversation import Conversations, Prompt
-from phasewise.serve.completions.earlier import Earlier
+from phasewise.serve.completions.answer import Answer, GenerationRequest, LogprobOptions
+from phasewise.serve.completions.conversation import ChatRenderer, Prompt
+from phasewise.serve.completions.conversation_index import ConversationIndex
 from phasewise.serve.completions.infill import Infill
 from phasewise.serve.completions.schema import Ask, ChatAsk, CompletionAsk, read
 from phasewise.serve.completions.stream import Bodies, EventStream, Writer
-from phasewise.serve.completions.wire import CHAT, COMPLETION, Format, Wire
+from phasewise.serve.completions.wire import CHAT, COMPLETION, AnswerWriter, EndpointFormat
 from phasewise.serve.failures import ApiError, api_error, error_response, json_response, without_paths
-from phasewise.serve.guard.exchange import CURRENT, note
-from phasewise.serve.guard.policy import Policy
-from phasewise.serve.guard.punctual import Punctual, Turn
+from phasewise.serve.guard.context import CURRENT, note
+from phasewise.serve.guard.policy import ServePolicy
+from phasewise.serve.guard.slo_admission import FirstSequence, SLOAdmission
+from phasewise.serve.idle_unloader import IdleUnloader
 from phasewise.serve.loop import EngineLoop
 from phasewise.serve.messages.ask import error_body
 from phasewise.serve.messages.endpoint import Messages
 from phasewise.serve.responses.endpoint import Responses
 from phasewise.serve.scores.embeddings import Embeddings
-from phasewise.serve.scores.scoring import Scoring
-from phasewise.serve.sleeper import Sleeper
+from phasewise.serve.scores.scoring import ScoringEndpoint
 from phasewise.serve.tools.asked import strict
 from phasewise.serve.watch.events import Events
 from phasewise.serve.watch.metrics import Metrics
@@ -55,30 +55,30 @@ class Service:
     `slo`: the targets of requests that name none. Raises UserError for a policy that cannot be.
     """
 
-    def __init__(self, llm: LLM, name: str, policy: Policy, slo: SLO | None = None) -> None:
+    def __init__(self, llm: LLM, name: str, policy: ServePolicy, slo: SLO | None = None) -> None:
         self.llm, self.name, self.created = llm, name, int(time.time())
         self.slo = slo or SLO()
         limit = llm.limits.kv_bytes
         self.names = _names(name, {recipe: recipe for recipe in llm.recipes})  # {what clients say: a recipe}
         self.metrics = Metrics(memory_default() if limit is None else limit, llm.recipes)
         self.engine = EngineLoop(llm.engine, llm.limits.max_running + policy.queue, self.metrics.left)
-        self._punctual = Punctual() if policy.refuse_late else None
-        self.sleeper = Sleeper(llm, self.engine, policy.sleep_after)
+        self._punctual = SLOAdmission() if policy.refuse_late else None
+        self.sleeper = IdleUnloader(llm, self.engine, policy.sleep_after)
         if policy.sleep_after is not None:
             self.metrics.registry.register(self.sleeper)
-        self._conversations = Conversations(llm, policy)
+        self._conversations = ChatRenderer(llm, policy)
         self._apart = ThreadPoolExecutor(TEMPLATES, "templates")
         self._infill = Infill(llm.tokenizer)
         self._bodies, self._about = Bodies(), About(self)
         self.responses = Responses(self, policy.stored_bytes)
-        self._earlier = Earlier()
+        self._earlier = ConversationIndex()
         self.posts: list[tuple[str, Callable[[Request], Awaitable[Response]], type[BaseModel]]] = [
             ("/v1/completions", self.completions, CompletionAsk),
             ("/v1/chat/completions", self.chat, ChatAsk),
             *Messages(self).posts,
             *self.responses.posts,
             *self._about.posts,
-            *Scoring(self).posts,
+            *ScoringEndpoint(self).posts,
             *Embeddings(self).posts,
         ]
         self.gets = self._about.gets
@@ -173,7 +173,7 @@ class Service:
         self.names |= _names(self.name, named)
 
     # ---- what other endpoints share
-    async def order_chat(self, ask: ChatAsk) -> Order:
+    async def order_chat(self, ask: ChatAsk) -> GenerationRequest:
         """Builds the generation request of a conversation."""
         self.recipe(ask.model)
         prompt = await self.prompt(ask)
@@ -213,14 +213,16 @@ class Service:
         return await self._worker(len(body), lambda: read(kind, body))
 
     # ---- inside
-    async def _answer(self, request: Request, ask: Ask, order: Order, format: Format) -> Response:
-        wire = Wire(
+    async def _answer(self, request: Request, ask: Ask, order: GenerationRequest, format: EndpointFormat) -> Response:
+        wire = AnswerWriter(
             format, ask.model or self.name, ask.asks_for("include_usage"), ask.asks_for("continuous_usage_stats")
         )
         structure = ask.structure()
         return await self.respond(request, order, wire, structure and structure.field)
 
-    async def respond(self, request: Request, order: Order, writer: Writer, structure: str | None = None) -> Response:
+    async def respond(
+        self, request: Request, order: GenerationRequest, writer: Writer, structure: str | None = None
+    ) -> Response:
         """The answer to an order, as this writer writes it. `structure` is the field that says which texts are
         wanted."""
         if order.params.ask is not None:
@@ -230,7 +232,7 @@ class Service:
             await answer.start()
         else:
             target = None if order.slo is None else order.slo.ttft
-            with self._punctual.admitted(Turn(answer.choices[0].feed), target):
+            with self._punctual.admitted(FirstSequence(answer.choices[0].feed), target):
                 await answer.start()
         self.metrics.took(order.recipe, len(answer.choices), answer.prompt_tokens)
         if order.stream:
@@ -272,7 +274,7 @@ class Service:
             prompt = self.llm.tokenizer.encode(prompt, ask.add_special_tokens is not False)
         return _cut(ask, prompt)
 
-    async def _prepare(self, order: Order, field: str | None) -> None:
+    async def _prepare(self, order: GenerationRequest, field: str | None) -> None:
         """Checks and prepares what a request asks for, while streams go on."""
         try:
             await asyncio.to_thread(self.llm.engine.prepare, order.params, order.recipe)
@@ -287,7 +289,9 @@ class Service:
             return str(error)
         return None
 
-    def _order(self, ask: Ask, prompts: Sequence[Sequence[int]], param: str, leads: Sequence[str] = ()) -> Order:
+    def _order(
+        self, ask: Ask, prompts: Sequence[Sequence[int]], param: str, leads: Sequence[str] = ()
+    ) -> GenerationRequest:
         slo, recipe = ask.targets(self.slo), self.recipe(ask.model)
         params, asked, context = ask.params(), ask.limit(), self.llm.engine.reach(recipe)
         if ask.exact and self.llm.lossy[recipe]:
@@ -307,12 +311,13 @@ class Service:
         if asked is None and context > own:  # such an answer ends with the context, or is one long
             params = replace(params, max_tokens=own - longest if longest < own else own)
         params = self._going_on(ask, params, recipe)
-        samples, told = ask.samples(), Telling(ask.told(), ask.prompt_logprobs)
+        samples, told = ask.samples(), LogprobOptions(ask.told(), ask.prompt_logprobs)
         best = ask.n or 1 if samples > (ask.n or 1) else None
         if best is not None and params.logprobs is None:
             params = replace(params, logprobs=0)
-        order = Order(prompts, params, samples, ask.stop or (), leads, told, bool(ask.stream), slo, recipe, best,
-                      ask.timeout)  # fmt: skip
+        order = GenerationRequest(
+            prompts, params, samples, ask.stop or (), leads, told, bool(ask.stream), slo, recipe, best, ask.timeout
+        )
         exchange = CURRENT.get()
         return order if exchange is None else exchange.within(order, ask.stated(), param)
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from phasewise.train.dense import Dense
+from phasewise.train.dense import DenseDecoder
 from phasewise.train.device import halved
-from phasewise.train.written import Text
+from phasewise.train.written import WrittenText
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Agreement:
                 f"so {1 + self.accepted:.2f} tokens")  # fmt: skip
 
 
-def agreement(draft: Dense, texts: Sequence[Text], k: int = 4) -> Agreement:
+def agreement(draft: DenseDecoder, texts: Sequence[WrittenText], k: int = 4) -> Agreement:
     """The first token of a reply comes with its prompt, so nobody guesses it."""
     right = tokens = accepted = steps = 0
     for text in texts:
@@ -45,7 +45,7 @@ def agreement(draft: Dense, texts: Sequence[Text], k: int = 4) -> Agreement:
 
 
 @torch.no_grad()
-def matches(draft: Dense, text: Text) -> list[bool]:
+def matches(draft: DenseDecoder, text: WrittenText) -> list[bool]:
     """For each token of the reply but the first, whether the draft finds it most likely."""
     ids = torch.tensor([text.prompt + text.reply[:-1]], device=draft.embed_tokens.weight.device)
     with halved(ids.device):

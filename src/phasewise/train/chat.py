@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from phasewise.train.tasks import Turn
+from phasewise.train.tasks import TaskTurn
 
 SYSTEM = (
     "You are a helpful assistant.",
@@ -51,10 +51,10 @@ TALK: tuple[tuple[tuple[str, ...], str], ...] = (
 )  # fmt: skip
 
 
-def talk(rng: Random) -> Turn:
+def talk(rng: Random) -> TaskTurn:
     """One everyday question with its fixed reply, in varied case and punctuation."""
     questions, answer = rng.choice(TALK)
     ask = rng.choice(questions)
     if rng.random() < 0.6:
         ask = ask[0].upper() + ask[1:]
-    return Turn(ask + rng.choice(("", ".", "!", "?", "?")), answer)
+    return TaskTurn(ask + rng.choice(("", ".", "!", "?", "?")), answer)

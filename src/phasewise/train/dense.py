@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from phasewise.errors import UserError
 from phasewise.model.parse import parse_config
 from phasewise.model.source import source
-from phasewise.train.passes import Pass, Past, Rope, Scene, Sizes
+from phasewise.train.passes import LayerPass, Pass, Past, Rope, Sizes
 
 PADDED = 256
 """Rows that go through the head come in multiples of this: oneDNN keeps what it prepared for every number of rows that
@@ -31,7 +31,7 @@ it ever met, copies of the weights among it, and numbers differ from step to ste
 
 
 @dataclass(frozen=True)
-class Shape:
+class DenseShape:
     """The sizes of one decoder; embeddings are tied to the output head."""
 
     vocab_size: int
@@ -46,7 +46,7 @@ class Shape:
     rms_norm_eps: float = 1e-5
 
 
-class Block(NamedTuple):
+class TokenBlock(NamedTuple):
     """Rows of like length.
 
     targets[r, t] is the token that follows ids[r, t], or negative for no loss; positions feed the rotary embedding.
@@ -57,7 +57,7 @@ class Block(NamedTuple):
     positions: Tensor  # int64 [rows, length]
 
     @classmethod
-    def of(cls, ids: Tensor, targets: Tensor) -> Block:
+    def of(cls, ids: Tensor, targets: Tensor) -> TokenBlock:
         """Rows whose positions count from 0."""
         return cls(ids, targets, torch.arange(ids.shape[1], device=ids.device).expand_as(ids))
 
@@ -71,7 +71,7 @@ PLAIN = Pass()
 class Attention(nn.Module):
     """Grouped-query causal self-attention with rotary positions."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: DenseShape) -> None:
         super().__init__()
         self.shape = shape
         width, kv_width = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
@@ -80,7 +80,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(shape.hidden_size, kv_width, bias=False)
         self.o_proj = nn.Linear(width, shape.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, rope: Rope, scene: Scene) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope, scene: LayerPass) -> Tensor:
         """Mix x [tokens, hidden] within each row of each block."""
         q, k, v = self._project(x, scene)
         split = (len(x), -1, self.shape.head_dim)
@@ -94,7 +94,7 @@ class Attention(nn.Module):
         change = scene.change("o", mixed)
         return out if change is None else out + change
 
-    def _project(self, x: Tensor, scene: Scene) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor, scene: LayerPass) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         change = scene.change("qkv", x)
         if change is None:
@@ -102,7 +102,7 @@ class Attention(nn.Module):
         more = torch.split(change, [q.shape[1], k.shape[1], v.shape[1]], 1)
         return q + more[0], k + more[1], v + more[2]
 
-    def _block(self, number: int, part: tuple[Tensor, ...], scene: Scene) -> Tensor:
+    def _block(self, number: int, part: tuple[Tensor, ...], scene: LayerPass) -> Tensor:
         size = scene.sizes[number]
         q, k, v = (each.view(*size, *each.shape[1:]) for each in part)  # [rows, length, heads, D]
         k, v, mask = scene.reads(number, k, v)
@@ -137,13 +137,13 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 class FeedForward(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: DenseShape) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
         self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, scene: Scene) -> Tensor:
+    def forward(self, x: Tensor, scene: LayerPass) -> Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
         change = scene.change("gate_up", x)
         if change is not None:
@@ -163,30 +163,30 @@ class Norm(nn.RMSNorm):
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
-class Layer(nn.Module):
+class DenseLayer(nn.Module):
     """One pre-norm decoder layer."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: DenseShape) -> None:
         super().__init__()
         self.self_attn = Attention(shape)
         self.mlp = FeedForward(shape)
         self.input_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
         self.post_attention_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
 
-    def forward(self, x: Tensor, rope: Rope, scene: Scene) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope, scene: LayerPass) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rope, scene)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x), scene)
         return out
 
 
-class Dense(nn.Module):
+class DenseDecoder(nn.Module):
     """The decoder: token ids in, final hidden states or logits out."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: DenseShape) -> None:
         super().__init__()
         self.shape = shape
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_hidden_layers))
+        self.layers = nn.ModuleList(DenseLayer(shape) for _ in range(shape.num_hidden_layers))
         self.norm = Norm(shape.hidden_size, shape.rms_norm_eps)
         self._rope: tuple[Tensor, Tensor] | None = None
         self._initialise()
@@ -208,7 +208,7 @@ class Dense(nn.Module):
         angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
         return angles.cos(), angles.sin()
 
-    def hidden(self, blocks: Sequence[Block], how: Pass = PLAIN) -> Tensor:
+    def hidden(self, blocks: Sequence[TokenBlock], how: Pass = PLAIN) -> Tensor:
         """Final normalised hidden states [tokens, hidden] of all tokens of all blocks, padding included."""
         x = self.embed_tokens(torch.cat([block.ids.flatten() for block in blocks]))
         rope = self.rope(torch.cat([block.positions.flatten() for block in blocks]))
@@ -221,17 +221,17 @@ class Dense(nn.Module):
             gate = how.gate(i)
             if isinstance(gate, Tensor):
                 rows = gate.nonzero().squeeze(1)
-                some = self.layers[i](x[rows], (rope[0][rows], rope[1][rows]), Scene(i, how, sizes, rows))
+                some = self.layers[i](x[rows], (rope[0][rows], rope[1][rows]), LayerPass(i, how, sizes, rows))
                 x = x.index_copy(0, rows, some)
             elif gate:
-                x = self.layers[i](x, rope, Scene(i, how, sizes, None))
+                x = self.layers[i](x, rope, LayerPass(i, how, sizes, None))
             if i in how.taps:
                 how.taps[i] = x
         out: Tensor = self.norm(x)
         return out
 
     @torch.no_grad()
-    def prefill(self, blocks: Sequence[Block], real: Sequence[Tensor]) -> list[Past]:
+    def prefill(self, blocks: Sequence[TokenBlock], real: Sequence[Tensor]) -> list[Past]:
         """The keys and values of every block at full depth; `real`: bool [rows, length], what is no padding."""
         kept = [Past(some) for some in real]
         self.hidden(blocks, Pass(kept=kept))
@@ -239,7 +239,7 @@ class Dense(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Logits [rows, length, vocab] of int64 ids [rows, length] at positions from 0."""
-        return F.linear(self.hidden([Block.of(ids, ids)]), self.embed_tokens.weight).view(*ids.shape, -1)
+        return F.linear(self.hidden([TokenBlock.of(ids, ids)]), self.embed_tokens.weight).view(*ids.shape, -1)
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
@@ -249,7 +249,7 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-def losses(model: Dense, blocks: Sequence[Block], how: Pass = PLAIN) -> list[Tensor]:
+def losses(model: DenseDecoder, blocks: Sequence[TokenBlock], how: Pass = PLAIN) -> list[Tensor]:
     """Cross-entropies (nats) of the learned tokens of each block, float32 [learned] each, in reading order."""
     targets = torch.cat([block.targets.flatten() for block in blocks])
     wanted = targets >= 0
@@ -260,7 +260,7 @@ def losses(model: Dense, blocks: Sequence[Block], how: Pass = PLAIN) -> list[Ten
     return list(torch.split(each[: len(targets)], [int((block.targets >= 0).sum()) for block in blocks]))
 
 
-def save(model: Dense, folder: Path, eos: Sequence[int], bos: int | None = None) -> None:
+def save(model: DenseDecoder, folder: Path, eos: Sequence[int], bos: int | None = None) -> None:
     """Write config.json, generation_config.json and bf16 model.safetensors in the Hugging Face layout."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {f"model.{name}": value.detach().to("cpu", torch.bfloat16) for name, value in model.named_parameters()}
@@ -281,7 +281,7 @@ def save(model: Dense, folder: Path, eos: Sequence[int], bos: int | None = None)
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
 
 
-def load(path: str | Path) -> Dense:
+def load(path: str | Path) -> DenseDecoder:
     """Read back what `save` wrote, or another Llama whose embeddings are tied, in float32.
 
     Raises UserError for a model that this decoder is no twin of.
@@ -303,9 +303,9 @@ def load(path: str | Path) -> Dense:
         raise UserError(
             f"{files.path}: training knows plain Llamas with tied embeddings, this one has {', '.join(odd)}"
         )
-    theta = raw.mapping("rope_parameters").get("rope_theta") or raw.number("rope_theta", Shape.rope_theta)
-    shape = Shape(known.vocab, known.hidden, known.layers, known.heads, known.kv_heads, known.intermediate,
+    theta = raw.mapping("rope_parameters").get("rope_theta") or raw.number("rope_theta", DenseShape.rope_theta)
+    shape = DenseShape(known.vocab, known.hidden, known.layers, known.heads, known.kv_heads, known.intermediate,
                   known.head_dim, known.max_positions, theta, known.eps)  # fmt: skip
-    model, tensors = Dense(shape), files.tensors()
+    model, tensors = DenseDecoder(shape), files.tensors()
     model.load_state_dict({name: tensors.read(f"model.{name}", torch.float32).float() for name in model.state_dict()})
     return model

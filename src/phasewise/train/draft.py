@@ -21,14 +21,14 @@ from phasewise.model.source import copy_vocabulary
 from phasewise.request.params import Params
 from phasewise.train import dense
 from phasewise.train.agreement import Agreement, agreement
-from phasewise.train.dense import Block, Dense, Shape
+from phasewise.train.dense import DenseDecoder, DenseShape, TokenBlock
 from phasewise.train.device import device, halved
 from phasewise.train.folders import replaced
 from phasewise.train.mixture import BATCH, CURRICULUM, Mixture, Stage, batched
 from phasewise.train.tokenizer import plain
-from phasewise.train.trainer import Loss, Recipe, Run, fit, start, whole_loss
+from phasewise.train.trainer import StepLoss, TrainingRecipe, TrainingRun, fit, start, whole_loss
 from phasewise.train.wording import Templated
-from phasewise.train.written import Prompts, Text, Written, collect, of_file, of_mixture
+from phasewise.train.written import Prompts, WrittenBatches, WrittenText, collect, of_file, of_mixture
 
 HEAD, CONTEXT = 64, 2048  # width of a head; longest rows
 EPOCHS, HELD_OUT, LONGEST = 3, 64, 384  # over what was written; prompts to judge by; tokens of a prompt
@@ -36,7 +36,7 @@ LARGE = 16_384  # a vocabulary beyond this has logits to take smaller steps for
 
 
 @dataclass(frozen=True)
-class Job:
+class DraftJob:
     """One draft. `out` gets pretrain/, written.jsonl, heldout.jsonl, tune/, agreement.json and model/."""
 
     target: str  # a name, directory or file
@@ -57,7 +57,7 @@ class Job:
         return {**given, "prompts": self.prompts and str(self.prompts)}
 
 
-def train(job: Job) -> tuple[Path, Agreement, Agreement]:
+def train(job: DraftJob) -> tuple[Path, Agreement, Agreement]:
     """The folder of the draft, and its agreement with the target before and after it learned from it.
 
     Raises UserError for a shape that cannot be, and if a run cannot be resumed as it was.
@@ -72,7 +72,7 @@ def train(job: Job) -> tuple[Path, Agreement, Agreement]:
     run = pretrained(job, form, mixture)
     written, heldout = continued(job, *prompts)
     before = agreement(run.model, heldout)
-    tuned = _tuned(job, form, run.model, Written(written, wording.pad, job.seed))
+    tuned = _tuned(job, form, run.model, WrittenBatches(written, wording.pad, job.seed))
     after = agreement(tuned.model, heldout)
     with replaced(job.out / "model") as fresh:
         dense.save(tuned.model, fresh, config.eos, config.bos)
@@ -82,7 +82,7 @@ def train(job: Job) -> tuple[Path, Agreement, Agreement]:
     return job.out / "model", before, after
 
 
-def shape(job: Job, config: ModelConfig) -> Shape:
+def shape(job: DraftJob, config: ModelConfig) -> DenseShape:
     """A narrow Llama over the target's vocabulary and as long."""
     if job.width % HEAD or job.width < HEAD:
         raise UserError(f"width={job.width} must be a multiple of {HEAD}, as {HEAD * max(1, job.width // HEAD)} is")
@@ -90,20 +90,20 @@ def shape(job: Job, config: ModelConfig) -> Shape:
     context = config.max_positions
     if job.new >= context - 16:
         raise UserError(f"new={job.new}: the target's context of {context:,} tokens has room for less")
-    return Shape(config.vocab, job.width, job.layers, job.width // HEAD, 1, inner, HEAD, context)
+    return DenseShape(config.vocab, job.width, job.layers, job.width // HEAD, 1, inner, HEAD, context)
 
 
-def pretrained(job: Job, form: Shape, mixture: Mixture) -> Run[Dense]:
+def pretrained(job: DraftJob, form: DenseShape, mixture: Mixture) -> TrainingRun[DenseDecoder]:
     """The first stage: source and tasks."""
     context = min(form.max_position_embeddings, CONTEXT)
     stages = tuple(replace(stage, row=min(stage.row, context)) for stage in CURRICULUM)
-    recipe = Recipe(job.tokens, batched(stages, BATCH // 4 if form.vocab_size > LARGE else BATCH))
+    recipe = TrainingRecipe(job.tokens, batched(stages, BATCH // 4 if form.vocab_size > LARGE else BATCH))
     run = _begun(job, form, recipe, job.out / "pretrain")
     fit(run, lambda stage, batch: whole_loss(run, stage, batch), mixture, recipe, job.out / "pretrain")
     return run
 
 
-def asked(job: Job, wording: Templated, mixture: Mixture, longest: int) -> tuple[Prompts, Prompts]:
+def asked(job: DraftJob, wording: Templated, mixture: Mixture, longest: int) -> tuple[Prompts, Prompts]:
     """The prompts that the target continues: to learn from, and held out. Raises UserError for a file that is none of
     prompts, before anything has been computed."""
     if job.prompts is not None:
@@ -114,7 +114,7 @@ def asked(job: Job, wording: Templated, mixture: Mixture, longest: int) -> tuple
     return learned, judged
 
 
-def continued(job: Job, prompts: Prompts, judged: Prompts) -> tuple[list[Text], list[Text]]:
+def continued(job: DraftJob, prompts: Prompts, judged: Prompts) -> tuple[list[WrittenText], list[WrittenText]]:
     """The target's continuations: to learn from, and greedy ones that the draft is judged by."""
     paths = {"written": job.out / "written.jsonl", "heldout": job.out / "heldout.jsonl"}
     if not job.resume:
@@ -129,10 +129,10 @@ def continued(job: Job, prompts: Prompts, judged: Prompts) -> tuple[list[Text], 
         llm.close()
 
 
-def _tuned(job: Job, form: Shape, model: Dense, written: Written) -> Run[Dense]:
+def _tuned(job: DraftJob, form: DenseShape, model: DenseDecoder, written: WrittenBatches) -> TrainingRun[DenseDecoder]:
     """The second stage: the target's text, at lower rates."""
     stage = Stage(1.0, CONTEXT, 4096, code=0.0, long=0.0, copies=0.0)
-    recipe = Recipe(
+    recipe = TrainingRecipe(
         EPOCHS * written.tokens, (stage,), opening_rate=0.006, closing_rate=0.002, embedding_rate=0.01, norm_rate=1e-3,
         decay=((0.1, 1.0), (1.0, 0.02)),
     )  # fmt: skip
@@ -140,19 +140,21 @@ def _tuned(job: Job, form: Shape, model: Dense, written: Written) -> Run[Dense]:
     if run.step == 0:
         run.model.load_state_dict(model.state_dict())
 
-    def loss(stage: Stage, batch: list[Block]) -> Loss:
+    def loss(stage: Stage, batch: list[TokenBlock]) -> StepLoss:
         with halved(run.device):
             each = torch.cat(dense.losses(run.model, batch))
-        return Loss(each.mean(), {"written": float(each.detach().mean())}, sum(block.ids.numel() for block in batch))
+        return StepLoss(
+            each.mean(), {"written": float(each.detach().mean())}, sum(block.ids.numel() for block in batch)
+        )
 
     fit(run, loss, written, recipe, job.out / "tune")
     return run
 
 
-def _begun(job: Job, form: Shape, recipe: Recipe, out: Path) -> Run[Dense]:
+def _begun(job: DraftJob, form: DenseShape, recipe: TrainingRecipe, out: Path) -> TrainingRun[DenseDecoder]:
     """A run of one stage, where its checkpoint stands if it is to be resumed and has one."""
     torch.manual_seed(job.seed)
-    run = start(Dense(form), recipe)
+    run = start(DenseDecoder(form), recipe)
     run.settings = job.settings
     checkpoint = out / "checkpoint.pt"
     if job.resume and checkpoint.is_file():

@@ -13,19 +13,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phasewise.train.dense import Block
+from phasewise.train.dense import TokenBlock
 from phasewise.train.mixture import NO_LOSS, Mixture, Stage
 
 REPLY = 64
 """Tokens of library source that are written in one go."""
 
 
-class Exchange(NamedTuple):
+class PromptReplyBatch(NamedTuple):
     """Rows of like length, each a prompt and its reply, both padded on the right."""
 
-    prompts: Block
+    prompts: TokenBlock
     real: Tensor  # bool [rows, prompt]: no padding
-    replies: Block  # ids are the reply but for its last token, targets the tokens after them
+    replies: TokenBlock  # ids are the reply but for its last token, targets the tokens after them
 
     @property
     def tokens(self) -> int:
@@ -41,7 +41,7 @@ class Exchanges:
     def __init__(self, mixture: Mixture) -> None:
         self.mixture = mixture
 
-    def step(self, step: int, stage: Stage) -> tuple[list[Exchange], list[Exchange]]:
+    def step(self, step: int, stage: Stage) -> tuple[list[PromptReplyBatch], list[PromptReplyBatch]]:
         """The step's exchanges of library source, and of tasks."""
         rng = Random(f"{self.mixture.seed} exchanges {step}")
         shares = (stage.code, stage.long, 1 - stage.code - stage.long)
@@ -73,7 +73,7 @@ class Exchanges:
         at = rng.choice([index for index, (_, learned) in enumerate(row) if learned])
         return [token for ids, _ in row[:at] for token in ids], row[at][0]
 
-    def _blocks(self, pairs: list[Pair]) -> list[Exchange]:
+    def _blocks(self, pairs: list[Pair]) -> list[PromptReplyBatch]:
         """Pairs sorted by length, in blocks that pad no prompt by more than half."""
         blocks: list[list[Pair]] = []
         for pair in sorted(pairs, key=lambda pair: len(pair[0])):
@@ -83,7 +83,7 @@ class Exchanges:
         return [exchange(block, self.mixture.pad) for block in blocks]
 
 
-def exchange(pairs: Sequence[Pair], pad: int) -> Exchange:
+def exchange(pairs: Sequence[Pair], pad: int) -> PromptReplyBatch:
     """Pairs in one padded block; a reply's positions go on from its own prompt's."""
     lengths = torch.tensor([len(prompt) for prompt, _ in pairs])
     prompts = _padded([prompt for prompt, _ in pairs], pad)
@@ -91,7 +91,9 @@ def exchange(pairs: Sequence[Pair], pad: int) -> Exchange:
     targets = _padded([reply[1:] for _, reply in pairs], NO_LOSS)
     real = torch.arange(prompts.shape[1]) < lengths[:, None]
     positions = torch.arange(ids.shape[1]) + lengths[:, None]
-    return Exchange(Block.of(prompts, torch.full_like(prompts, NO_LOSS)), real, Block(ids, targets, positions))
+    return PromptReplyBatch(
+        TokenBlock.of(prompts, torch.full_like(prompts, NO_LOSS)), real, TokenBlock(ids, targets, positions)
+    )
 
 
 def _padded(rows: Sequence[Sequence[int]], filler: int) -> Tensor:

@@ -26,11 +26,11 @@ from phasewise.model.source import Source, copy_vocabulary
 from phasewise.model.weights import INDEX, SINGLE
 from phasewise.train import dense
 from phasewise.train.artefacts import frozen
-from phasewise.train.dense import Block, Dense
+from phasewise.train.dense import DenseDecoder, TokenBlock
 from phasewise.train.device import device, halved
 from phasewise.train.mixture import Mixture, Stage, of_model, unpadded
 from phasewise.train.pocket import draw_if_possible
-from phasewise.train.trainer import TASK_WEIGHT, Loss, Recipe, Run, fit
+from phasewise.train.trainer import TASK_WEIGHT, StepLoss, TrainingRecipe, TrainingRun, fit
 
 SEEN = 131_072  # tokens of calibration
 LOOK = Stage(1.0, 512, 4096, code=0.4, long=0.3, copies=0.15)
@@ -45,7 +45,7 @@ Bar = Callable[[str, int], AbstractContextManager[Callable[[int], object]]]
 
 
 @dataclass(frozen=True)
-class Job:
+class KVHeadsJob:
     """One conversion. `out` becomes an ordinary checkpoint; out/recovery has checkpoint.pt, losses.csv, curve.png."""
 
     model: str  # a name or directory
@@ -60,7 +60,7 @@ class Job:
         return self.out / "recovery"
 
 
-def convert(job: Job, bar: Bar) -> Path:
+def convert(job: KVHeadsJob, bar: Bar) -> Path:
     """Calibrate, join heads and recover; returns `job.out`. A `bar` of a title and a total is told how far it is.
 
     Raises UserError for a model that cannot have so few heads, or cannot be trained, before anything is written.
@@ -95,16 +95,18 @@ def looked_at(data: Mixture, longest: int, tokens: int = SEEN) -> Iterator[list[
 
 
 # ---- recovery
-def start(student: Dense) -> Run[nn.ModuleList]:
+def start(student: DenseDecoder) -> TrainingRun[nn.ModuleList]:
     """A fresh run of what conversion touched; the rest is frozen."""
     student.requires_grad_(False)
     parts = ("self_attn", "input_layernorm", "post_attention_layernorm")
     touched = [getattr(layer, part) for layer in student.layers for part in parts]
     learns = nn.ModuleList([*touched, student.norm]).requires_grad_(True)
-    return Run(learns, [AdamW(learns.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)])
+    return TrainingRun(learns, [AdamW(learns.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)])
 
 
-def recovery_loss(teacher: Dense, student: Dense, batch: tuple[list[Block], list[Block]]) -> Loss:
+def recovery_loss(
+    teacher: DenseDecoder, student: DenseDecoder, batch: tuple[list[TokenBlock], list[TokenBlock]]
+) -> StepLoss:
     """Cross-entropy of the next tokens, and the divergence from what the base expected there; tasks weigh more."""
     blocks = [*batch[0], *batch[1]]
     targets = torch.cat([block.targets.flatten() for block in blocks])
@@ -119,18 +121,18 @@ def recovery_loss(teacher: Dense, student: Dense, batch: tuple[list[Block], list
     weight = torch.full_like(said, TASK_WEIGHT)
     weight[:of_code] = 1.0
     means = {"code": said[:of_code], "task": said[of_code:], "apart": apart}
-    return Loss(
+    return StepLoss(
         ((said + apart) * weight).sum() / weight.sum(),
         {name: float(part.detach().mean()) for name, part in means.items()},
         sum(block.ids.numel() for block in blocks),
     )
 
 
-def _logits(model: Dense, blocks: list[Block], wanted: Tensor) -> Tensor:
+def _logits(model: DenseDecoder, blocks: list[TokenBlock], wanted: Tensor) -> Tensor:
     return F.linear(model.hidden(blocks)[wanted], model.embed_tokens.weight).float()
 
 
-def recover(job: Job, files: Source, data: Mixture) -> Path:
+def recover(job: KVHeadsJob, files: Source, data: Mixture) -> Path:
     """Train what the heads lost, in place: the checkpoint in `job.out` gets better. Resumable."""
     torch.manual_seed(job.seed)
     teacher = frozen(job.model)
@@ -140,17 +142,17 @@ def recover(job: Job, files: Source, data: Mixture) -> Path:
     if job.resume:
         run.read(job.aside / "checkpoint.pt")
 
-    def save(_: Run[nn.ModuleList]) -> None:
+    def save(_: TrainingRun[nn.ModuleList]) -> None:
         write(student, files, job.out)
 
-    recipe = Recipe(job.tokens, STAGES, decay=DECAY, checkpoint_seconds=PAUSE, warmup_steps=20)
+    recipe = TrainingRecipe(job.tokens, STAGES, decay=DECAY, checkpoint_seconds=PAUSE, warmup_steps=20)
     fit(run, lambda _, batch: recovery_loss(teacher, student, batch), data, recipe, job.aside, save)
     save(run)
     draw_if_possible(job.aside)
     return job.out
 
 
-def write(student: Dense, files: Source, folder: Path) -> None:
+def write(student: DenseDecoder, files: Source, folder: Path) -> None:
     """The checkpoint as it stands, in the dtypes of its base, in the place of what is there."""
     tensors = files.tensors()
     made = {f"model.{name}": value.detach() for name, value in student.state_dict().items()}

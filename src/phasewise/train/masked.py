@@ -17,13 +17,13 @@ from torch.optim import AdamW
 
 from phasewise.errors import UserError
 from phasewise.model.artefacts import Artefact
-from phasewise.train.artefacts import Job
-from phasewise.train.dense import Block, Dense, losses
+from phasewise.train.artefacts import ArtefactJob
+from phasewise.train.dense import DenseDecoder, TokenBlock, losses
 from phasewise.train.device import halved
 from phasewise.train.lowrank import LowRank
 from phasewise.train.mixture import Stage
 from phasewise.train.passes import Pass
-from phasewise.train.trainer import Loss, Recipe, Run, fit, weighed
+from phasewise.train.trainer import StepLoss, TrainingRecipe, TrainingRun, fit, weighed
 
 TOKENS = 2_400_000  # padding included
 RATE = 3e-3
@@ -43,7 +43,7 @@ class Mask:
     layers: Collection[int]
     seen: Callable[[Tensor, Tensor], Tensor]
 
-    def over(self, blocks: Sequence[Block]) -> Callable[[int, int], Tensor | None]:
+    def over(self, blocks: Sequence[TokenBlock]) -> Callable[[int, int], Tensor | None]:
         """The tensors that a `Pass` asks for; made once for all layers."""
         made: dict[int, Tensor] = {}
 
@@ -56,7 +56,7 @@ class Mask:
 
         return sees
 
-    def on(self, blocks: Sequence[Block], delta: LowRank | None) -> Pass:
+    def on(self, blocks: Sequence[TokenBlock], delta: LowRank | None) -> Pass:
         return Pass(sees=self.over(blocks), delta=delta)
 
     def _of(self, positions: Tensor) -> Tensor:
@@ -67,23 +67,25 @@ class Mask:
         return own & self.seen(positions[:, :, None], positions[:, None])
 
 
-class Hidden(Protocol):
+class HiddenRows(Protocol):
     """A mask over rows: where it holds, and the pass that it makes of blocks and low-rank weights."""
 
     @property
     def layers(self) -> Collection[int]: ...
 
-    def on(self, blocks: Sequence[Block], delta: LowRank | None) -> Pass: ...
+    def on(self, blocks: Sequence[TokenBlock], delta: LowRank | None) -> Pass: ...
 
 
-def start(made: Artefact) -> Run[LowRank]:
+def start(made: Artefact) -> TrainingRun[LowRank]:
     """A fresh run; the frozen base is no part of it. What a mask hides is known by the method's knobs."""
     delta = LowRank(made.shapes)
     optimizer = AdamW(delta.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
-    return Run(delta, [optimizer], settings={"method": made.setting})
+    return TrainingRun(delta, [optimizer], settings={"method": made.setting})
 
 
-def masked_loss(twin: Dense, delta: LowRank | None, mask: Hidden, batch: tuple[list[Block], list[Block]]) -> Loss:
+def masked_loss(
+    twin: DenseDecoder, delta: LowRank | None, mask: HiddenRows, batch: tuple[list[TokenBlock], list[TokenBlock]]
+) -> StepLoss:
     """Cross-entropy of what follows under the mask."""
     source, tasks = batch
     blocks = [*source, *tasks]
@@ -93,7 +95,7 @@ def masked_loss(twin: Dense, delta: LowRank | None, mask: Hidden, batch: tuple[l
     return weighed(code, task, sum(block.ids.numel() for block in blocks))
 
 
-def tune(made: Artefact, mask: Hidden, job: Job, usual: int = TOKENS) -> Path:
+def tune(made: Artefact, mask: HiddenRows, job: ArtefactJob, usual: int = TOKENS) -> Path:
     """Train the low-rank weights of an artefact; `job.out` gets checkpoint.pt, losses.csv and the artefact."""
     if not mask.layers:
         raise UserError(f"{made.setting}: its mask covers the whole context: choose a smaller window")
@@ -104,11 +106,11 @@ def tune(made: Artefact, mask: Hidden, job: Job, usual: int = TOKENS) -> Path:
     if job.resume:
         run.read(job.checkpoint)
 
-    def save(run: Run[LowRank]) -> None:
+    def save(run: TrainingRun[LowRank]) -> None:
         job.save(base, made, run.model.tensors(), tokens)
 
-    def loss(stage: Stage, batch: tuple[list[Block], list[Block]]) -> Loss:
+    def loss(stage: Stage, batch: tuple[list[TokenBlock], list[TokenBlock]]) -> StepLoss:
         return masked_loss(twin, run.model, mask, batch)
 
-    fit(run, loss, job.mixture(), Recipe(tokens, STAGES, decay=DECAY), job.out, save)
+    fit(run, loss, job.mixture(), TrainingRecipe(tokens, STAGES, decay=DECAY), job.out, save)
     return job.save(base, made, run.model.tensors(), tokens)

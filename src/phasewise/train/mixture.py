@@ -14,8 +14,8 @@ from torch import Tensor
 from phasewise.known.corpus import sources
 from phasewise.model.source import Source
 from phasewise.train.chat import SYSTEM, talk
-from phasewise.train.dense import Block
-from phasewise.train.tasks import Turn, turns
+from phasewise.train.dense import TokenBlock
+from phasewise.train.tasks import TaskTurn, turns
 from phasewise.train.tokenizer import plain
 from phasewise.train.wording import ChatML, Piece, Wording, wording
 
@@ -74,7 +74,7 @@ class Mixture:
         order = Random(f"{seed} files").sample(range(len(ids)), len(ids))
         self.stream = np.concatenate([ids[index] for index in order])
 
-    def step(self, step: int, stage: Stage) -> tuple[list[Block], list[Block]]:
+    def step(self, step: int, stage: Stage) -> tuple[list[TokenBlock], list[TokenBlock]]:
         """The step's source blocks and task blocks."""
         rng = Random(f"{self.seed} step {step}")
         source = self.source(rng, stage.row, max(1, round(stage.step_tokens * stage.code / stage.row)))
@@ -83,13 +83,13 @@ class Mixture:
         stretched = [stretch(rng, block) for block in in_blocks(long, self.pad)]
         return [source], stretched + in_blocks(short, self.pad)
 
-    def source(self, rng: Random, row: int, rows: int) -> Block:
+    def source(self, rng: Random, row: int, rows: int) -> TokenBlock:
         """Rows of library source from anywhere in it, every token learned."""
         starts = [rng.randrange(len(self.stream) - row - 1) for _ in range(rows)]
         length = row + 1 - len(self.begin)
         taken = np.stack([np.append(self.begin, self.stream[start : start + length]) for start in starts])
         block = torch.from_numpy(taken.astype(np.int64))  # [rows, row + 1]
-        return Block.of(block[:, :-1], block[:, 1:])
+        return TokenBlock.of(block[:, :-1], block[:, 1:])
 
     def _conversations(self, rng: Random, stage: Stage, long: bool) -> list[list[Piece]]:
         share = stage.long if long else 1 - stage.code - stage.long
@@ -109,7 +109,7 @@ class Mixture:
 
     def short_row(self, rng: Random, stage: Stage) -> list[Piece]:
         """One to three short exchanges, now and then under a system prompt."""
-        conversation: list[Turn] = []
+        conversation: list[TaskTurn] = []
         for _ in range(rng.choice((1, 1, 1, 2, 3))):
             others = rng.choices(list(SHORT_TASKS), list(SHORT_TASKS.values()))[0]
             task, size = "copy" if rng.random() < stage.copies else others, rng.randint(stage.short // 4, stage.short)
@@ -121,10 +121,10 @@ class Mixture:
                 conversation += [talk(rng)] if task == "talk" else turns(task, rng, size, False)
         return self.chat(conversation, rng.choice(SYSTEM) if rng.random() < 0.12 else None)
 
-    def _length(self, conversation: Sequence[Turn]) -> int:
+    def _length(self, conversation: Sequence[TaskTurn]) -> int:
         return sum(len(plain(self.tokenizer, turn.answer)) for turn in conversation)
 
-    def chat(self, conversation: Sequence[Turn], system: str | None) -> list[Piece]:
+    def chat(self, conversation: Sequence[TaskTurn], system: str | None) -> list[Piece]:
         """Token pieces of a conversation; only replies and their ends are learned."""
         return self.wording.chat(conversation, system)
 
@@ -134,7 +134,7 @@ def of_model(files: Source, ends: Sequence[int], seed: int) -> Mixture:
     return Mixture(files.tokenizer(), list(sources(held_out=False).values()), seed, wording(files, ends))
 
 
-def in_blocks(rows: Sequence[list[Piece]], pad: int) -> list[Block]:
+def in_blocks(rows: Sequence[list[Piece]], pad: int) -> list[TokenBlock]:
     """Rows by length, in blocks that pad the shortest by at most a third."""
     blocks: list[list[list[Piece]]] = []
     for row in sorted(rows, key=size):
@@ -149,7 +149,7 @@ def size(row: Sequence[Piece]) -> int:
     return sum(len(ids) for ids, _ in row)
 
 
-def pad_rows(rows: Sequence[Sequence[Piece]], pad: int) -> Block:
+def pad_rows(rows: Sequence[Sequence[Piece]], pad: int) -> TokenBlock:
     """Ids and next-token targets of rows padded on the right to the longest."""
     longest = max(map(size, rows))
     ids = torch.full((len(rows), longest), pad)
@@ -159,7 +159,7 @@ def pad_rows(rows: Sequence[Sequence[Piece]], pad: int) -> Block:
         learned = [token if learn else NO_LOSS for piece, learn in row for token in piece]
         ids[index, : len(flat)] = torch.tensor(flat)
         targets[index, : len(flat) - 1] = torch.tensor(learned[1:])
-    return Block.of(ids, targets)
+    return TokenBlock.of(ids, targets)
 
 
 def unpadded(ids: Tensor, pad: int) -> Tensor:
@@ -168,7 +168,7 @@ def unpadded(ids: Tensor, pad: int) -> Tensor:
     return (ids != pad).flip(-1).cumsum(-1).flip(-1) > 0
 
 
-def stretch(rng: Random, block: Block) -> Block:
+def stretch(rng: Random, block: TokenBlock) -> TokenBlock:
     """Half of the time, leave a random gap of positions at a random place of every row.
 
     Short rows then teach the distances of long ones (positional skip-wise training, arXiv 2309.10400).

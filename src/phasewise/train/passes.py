@@ -73,7 +73,7 @@ class Pass:
         return True if self.gates is None else self.gates[layer]
 
 
-class Scene:
+class LayerPass:
     """One layer of a pass: what its attention and its linear layers ask. `rows`: the tokens that run it, None = all."""
 
     def __init__(self, layer: int, how: Pass, sizes: Sizes, rows: Tensor | None) -> None:

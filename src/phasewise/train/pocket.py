@@ -15,20 +15,20 @@ from tokenizers import Tokenizer
 from phasewise.known.corpus import beside, sources
 from phasewise.train import curve, dense
 from phasewise.train.chat import TALK
-from phasewise.train.dense import Dense, Shape
+from phasewise.train.dense import DenseDecoder, DenseShape
 from phasewise.train.folders import replaced
 from phasewise.train.mixture import BATCH, CURRICULUM, Mixture, batched
 from phasewise.train.tasks import TASKS, turns
 from phasewise.train.tokenizer import BEGIN, END_OF_TEXT, TURN_END, special_id, train_tokenizer, write
-from phasewise.train.trainer import Recipe, Run, start
+from phasewise.train.trainer import TrainingRecipe, TrainingRun, start
 from phasewise.train.trainer import train as run_training
 from phasewise.train.validation import Validation
 
 Size = Literal["target", "draft"]
 VOCABULARY, CONTEXT = 4096, 2048
-SHAPES: dict[str, Shape] = {
-    "target": Shape(VOCABULARY, 256, 8, 4, 2, 768, max_position_embeddings=CONTEXT),
-    "draft": Shape(VOCABULARY, 192, 2, 3, 1, 512, max_position_embeddings=CONTEXT),
+SHAPES: dict[str, DenseShape] = {
+    "target": DenseShape(VOCABULARY, 256, 8, 4, 2, 768, max_position_embeddings=CONTEXT),
+    "draft": DenseShape(VOCABULARY, 192, 2, 3, 1, 512, max_position_embeddings=CONTEXT),
 }
 
 
@@ -37,7 +37,7 @@ LENGTHS = {"target": 60_000_000, "draft": 3_000_000}
 
 
 @dataclass(frozen=True)
-class Job:
+class PocketJob:
     """One run. `out` gets checkpoint.pt, losses.csv, validation.csv, curve.png, the tokenizer and model/."""
 
     out: Path
@@ -49,14 +49,14 @@ class Job:
     minutes: float = 15.0  # between two looks at examples that are not trained on
 
 
-def train(job: Job) -> Path:
+def train(job: PocketJob) -> Path:
     """Train one size and return the folder of the exported model. Raises UserError if a run cannot be resumed so."""
     torch.manual_seed(job.seed)
     job.out.mkdir(parents=True, exist_ok=True)
     texts = list(sources(held_out=False).values())
     tokenizer = pocket_tokenizer(texts, job.out)
-    recipe = Recipe(job.tokens or LENGTHS[job.size], batched(CURRICULUM, job.batch))
-    run = start(Dense(SHAPES[job.size]), recipe)
+    recipe = TrainingRecipe(job.tokens or LENGTHS[job.size], batched(CURRICULUM, job.batch))
+    run = start(DenseDecoder(SHAPES[job.size]), recipe)
     run.settings = {"size": job.size, "seed": job.seed, "batch": job.batch}
     if job.resume:
         run.read(job.out / "checkpoint.pt")
@@ -65,7 +65,7 @@ def train(job: Job) -> Path:
     folder, mixture = job.out / "model", Mixture(tokenizer, [*texts, *texts, *beside().values()], job.seed)
     validation = Validation(mixture, job.out, job.minutes)
 
-    def saved(run: Run[Dense]) -> None:
+    def saved(run: TrainingRun[DenseDecoder]) -> None:
         export(run.model, tokenizer, folder)
         validation.when_due(run)
 
@@ -96,7 +96,7 @@ def pocket_tokenizer(texts: Sequence[str], out: Path) -> Tokenizer:
     return Tokenizer.from_file(str(path))
 
 
-def export(model: Dense, tokenizer: Tokenizer, folder: Path) -> None:
+def export(model: DenseDecoder, tokenizer: Tokenizer, folder: Path) -> None:
     """Write a complete model folder in the place of what is there."""
     ends = [special_id(tokenizer, TURN_END), special_id(tokenizer, END_OF_TEXT)]
     with replaced(folder) as fresh:

@@ -6,12 +6,12 @@ from typing import cast
 
 import torch
 
-from phasewise.train.dense import Block, Dense, Layer, rotate
+from phasewise.train.dense import DenseDecoder, DenseLayer, TokenBlock, rotate
 from phasewise.train.passes import Pass
 
 
 @torch.no_grad()
-def largest_score(model: Dense, block: Block) -> float:
+def largest_score(model: DenseDecoder, block: TokenBlock) -> float:
     """The largest attention score, |q . k| / sqrt(head_dim), of any layer and head over the rows of a block.
 
     A run that learns levels off (pocket's second edition near 130, at full rates). One whose scores go on growing ends
@@ -23,7 +23,7 @@ def largest_score(model: Dense, block: Block) -> float:
     enters = [model.embed_tokens(block.ids.flatten()), *(taps[i] for i in range(shape.num_hidden_layers - 1))]
     turns, groups = model.rope(block.positions.flatten()), shape.num_attention_heads // shape.num_key_value_heads
     causal, most = torch.ones(length, length, dtype=torch.bool, device=block.ids.device).tril_(), 0.0
-    for layer, x in zip(cast("list[Layer]", list(model.layers)), enters, strict=True):
+    for layer, x in zip(cast("list[DenseLayer]", list(model.layers)), enters, strict=True):
         normed, own = layer.input_layernorm(x), layer.self_attn
         q, k = (
             rotate(linear(normed).view(rows * length, -1, shape.head_dim), turns).view(rows, length, -1, shape.head_dim)

@@ -19,7 +19,7 @@ HELD_OUT_ONE_IN = 16
 
 
 @dataclass(frozen=True)
-class Turn:
+class TaskTurn:
     """One question and the answer that counts as right."""
 
     prompt: str
@@ -36,7 +36,7 @@ class Example:
 
 
 KEYS, VALUES = WORDS[::2], WORDS[1::2]
-Make = Callable[[Random, int], list[Turn]]
+Make = Callable[[Random, int], list[TaskTurn]]
 """Seeded generator: the turns of one conversation of at most about `tokens` tokens; later turns may be dropped."""
 
 
@@ -48,7 +48,7 @@ def some_words(rng: Random, low: int, high: int) -> list[str]:
     return rng.sample(WORDS, rng.randint(low, high))
 
 
-def copy(rng: Random, tokens: int) -> list[Turn]:
+def copy(rng: Random, tokens: int) -> list[TaskTurn]:
     """Repeat a text of words, numbers, names or letters."""
     longest = max(4, min(40, tokens // 3))
     size = rng.randint(1, longest if rng.random() < 0.5 else min(longest, 14))
@@ -59,7 +59,7 @@ def copy(rng: Random, tokens: int) -> list[Turn]:
         text = " ".join(str(rng.randrange(100)) for _ in range(max(1, size // 3)))
     else:
         text = " ".join(_scrap(rng) for _ in range(max(1, size // 2)))
-    return [Turn(pick(rng, "Repeat: ", "Repeat this: ", "Copy this text: ", "Say: ") + text, text)]
+    return [TaskTurn(pick(rng, "Repeat: ", "Repeat this: ", "Copy this text: ", "Say: ") + text, text)]
 
 
 def _scrap(rng: Random) -> str:
@@ -73,33 +73,33 @@ def _scrap(rng: Random) -> str:
     return str(rng.randrange(100)) if kind == 3 else rng.choice(WORDS)
 
 
-def reverse(rng: Random, tokens: int) -> list[Turn]:
+def reverse(rng: Random, tokens: int) -> list[TaskTurn]:
     """Write a list backwards."""
     items = some_words(rng, 2, 8) if rng.random() < 0.75 else list(map(str, rng.sample(range(10), rng.randint(2, 7))))
     ask = pick(rng, "Reverse: ", "Reverse this list: ", "Write this backwards: ")
-    return [Turn(ask + " ".join(items), " ".join(reversed(items)))]
+    return [TaskTurn(ask + " ".join(items), " ".join(reversed(items)))]
 
 
-def sort(rng: Random, tokens: int) -> list[Turn]:
+def sort(rng: Random, tokens: int) -> list[TaskTurn]:
     """Sort numbers by size or words by alphabet."""
     if rng.random() < 0.5:
         items = some_words(rng, 2, 5)
-        return [Turn(pick(rng, "Sort these words: ", "Sort: ") + " ".join(items), " ".join(sorted(items)))]
+        return [TaskTurn(pick(rng, "Sort these words: ", "Sort: ") + " ".join(items), " ".join(sorted(items)))]
     numbers = rng.sample(range(100), rng.randint(2, 6))
     ask = pick(rng, "Sort these numbers: ", "Sort: ") + " ".join(map(str, numbers))
-    return [Turn(ask, " ".join(map(str, sorted(numbers))))]
+    return [TaskTurn(ask, " ".join(map(str, sorted(numbers))))]
 
 
-def arithmetic(rng: Random, tokens: int) -> list[Turn]:
+def arithmetic(rng: Random, tokens: int) -> list[TaskTurn]:
     """Add or subtract digit by digit, steps written out; only the result after "so" is scored."""
     digits = rng.randint(1, 3)
     a, b = rng.randrange(10**digits), rng.randrange(10**digits)
     if rng.random() < 0.6:
         ask = pick(rng, f"What is {a} + {b}?", f"{a} + {b} =", f"Add {a} and {b}.")
-        return [Turn(ask, f"{_sum_steps(a, b)}, so {a + b}")]
+        return [TaskTurn(ask, f"{_sum_steps(a, b)}, so {a + b}")]
     a, b = max(a, b), min(a, b)
     ask = pick(rng, f"What is {a} - {b}?", f"{a} - {b} =", f"Subtract {b} from {a}.")
-    return [Turn(ask, f"{_difference_steps(a, b)}, so {a - b}")]
+    return [TaskTurn(ask, f"{_difference_steps(a, b)}, so {a - b}")]
 
 
 def _sum_steps(a: int, b: int) -> str:
@@ -126,7 +126,7 @@ def _difference_steps(a: int, b: int) -> str:
     return ", ".join(steps)
 
 
-def recall(rng: Random, tokens: int) -> list[Turn]:
+def recall(rng: Random, tokens: int) -> list[TaskTurn]:
     """Word pairs among filler that fill about `tokens` tokens, then questions about single pairs."""
     count = max(2, min(len(KEYS), (tokens - 40) // 6))
     pairs = {key: f"{key} {rng.choice(VALUES)}" for key in rng.sample(KEYS, count)}
@@ -135,25 +135,25 @@ def recall(rng: Random, tokens: int) -> list[Turn]:
     rng.shuffle(sentences)
     first, *later = rng.sample(list(pairs), min(12, count))
     opening = f"{pick(rng, 'Remember: ', 'Pairs: ')}{' '.join(sentences)}"
-    made = [Turn(f"{opening} Which word goes with {first}?", pairs[first])]
+    made = [TaskTurn(f"{opening} Which word goes with {first}?", pairs[first])]
     several = later[: rng.randint(0, len(later))]
     if len(several) > 1:
-        made.append(Turn(f"Which words go with {', '.join(several)}?", ", ".join(pairs[key] for key in several)))
-    return made + [Turn(f"Which word goes with {key}?", pairs[key]) for key in later if key not in several]
+        made.append(TaskTurn(f"Which words go with {', '.join(several)}?", ", ".join(pairs[key] for key in several)))
+    return made + [TaskTurn(f"Which word goes with {key}?", pairs[key]) for key in later if key not in several]
 
 
-def passkey(rng: Random, tokens: int) -> list[Turn]:
+def passkey(rng: Random, tokens: int) -> list[TaskTurn]:
     """Pass keys of one or two people hidden in filler that fills about `tokens` tokens."""
     owners = rng.sample(NAMES, rng.randint(1, 2))
     facts = [f"The pass key of {owner} is {' '.join(rng.sample(WORDS, 2))}." for owner in owners]
     text = rng.choices(FILLER, k=max(1, (tokens - 60) * 10 // 58))
     for fact in facts:
         text.insert(rng.randint(0, len(text)), fact)
-    first, *later = [Turn(f"What is the pass key of {who}?", fact) for who, fact in zip(owners, facts, strict=True)]
-    return [Turn(f"{' '.join(text)} {first.prompt}", first.answer), *later]
+    first, *later = [TaskTurn(f"What is the pass key of {who}?", fact) for who, fact in zip(owners, facts, strict=True)]
+    return [TaskTurn(f"{' '.join(text)} {first.prompt}", first.answer), *later]
 
 
-def json_object(rng: Random, tokens: int) -> list[Turn]:
+def json_object(rng: Random, tokens: int) -> list[TaskTurn]:
     """Write a small JSON object from a description."""
     person: dict[str, str | int] = {"name": rng.choice(NAMES), "age": rng.randint(1, 99), "city": rng.choice(CITIES),
                                     "color": rng.choice(COLORS)}  # fmt: skip
@@ -164,10 +164,10 @@ def json_object(rng: Random, tokens: int) -> list[Turn]:
         fields = rng.sample(list(person), rng.randint(1, 4))
         listed = ", ".join(f"{field} {person[field]}" for field in fields)
         ask = pick(rng, f"Write JSON: {listed}", f"Make a JSON object with {listed}.")
-    return [Turn(ask, json.dumps({field: person[field] for field in fields}))]
+    return [TaskTurn(ask, json.dumps({field: person[field] for field in fields}))]
 
 
-def edit(rng: Random, tokens: int) -> list[Turn]:
+def edit(rng: Random, tokens: int) -> list[TaskTurn]:
     """Replace, delete, add or upper-case one word of a text."""
     items = some_words(rng, 3, 9)
     at, kind = rng.randrange(len(items)), rng.randrange(4)
@@ -182,15 +182,15 @@ def edit(rng: Random, tokens: int) -> list[Turn]:
     else:
         items[at] = rng.choice(SHOUTED)
         ask, items2 = f"Uppercase {items[at]}: ", [w.upper() if w == items[at] else w for w in items]
-    return [Turn(ask + " ".join(items), " ".join(items2))]
+    return [TaskTurn(ask + " ".join(items), " ".join(items2))]
 
 
-def list_operation(rng: Random, tokens: int) -> list[Turn]:
+def list_operation(rng: Random, tokens: int) -> list[TaskTurn]:
     """Ask for one fact about a list: an end, the size, membership, the largest or smallest number."""
     if rng.random() < 0.3:
         numbers = rng.sample(range(100), rng.randint(2, 6))
         name, value = rng.choice([("largest", max(numbers)), ("smallest", min(numbers))])
-        return [Turn(f"What is the {name} number: {' '.join(map(str, numbers))}", str(value))]
+        return [TaskTurn(f"What is the {name} number: {' '.join(map(str, numbers))}", str(value))]
     items = some_words(rng, 3, 9)
     member = rng.choice(items) if rng.random() < 0.5 else rng.choice(WORDS)
     ask, answer = rng.choice(
@@ -202,28 +202,32 @@ def list_operation(rng: Random, tokens: int) -> list[Turn]:
             (f"Is {member} in the list: ", "yes" if member in items else "no"),
         ]
     )
-    return [Turn(ask + " ".join(items), answer)]
+    return [TaskTurn(ask + " ".join(items), answer)]
 
 
-def second(rng: Random, tokens: int) -> list[Turn]:
+def second(rng: Random, tokens: int) -> list[TaskTurn]:
     """A list, and then questions that cannot be answered without it."""
     items = some_words(rng, 3, 7)
     text = " ".join(items)
-    opening = [Turn(f"My list: {text}", "OK"), Turn(f"Repeat: {text}", text), Turn(f"Remember this list: {text}", "OK")]
+    opening = [
+        TaskTurn(f"My list: {text}", "OK"),
+        TaskTurn(f"Repeat: {text}", text),
+        TaskTurn(f"Remember this list: {text}", "OK"),
+    ]
     asked = [
-        Turn("Which word came first?", items[0]),
-        Turn("Which word came last?", items[-1]),
-        Turn("Which word came second?", items[1]),
-        Turn("How many words were there?", str(len(items))),
-        Turn("Repeat the list.", text),
-        Turn("Now backwards.", " ".join(reversed(items))),
-        Turn("Now sorted.", " ".join(sorted(items))),
+        TaskTurn("Which word came first?", items[0]),
+        TaskTurn("Which word came last?", items[-1]),
+        TaskTurn("Which word came second?", items[1]),
+        TaskTurn("How many words were there?", str(len(items))),
+        TaskTurn("Repeat the list.", text),
+        TaskTurn("Now backwards.", " ".join(reversed(items))),
+        TaskTurn("Now sorted.", " ".join(sorted(items))),
     ]
     gone, new = rng.choice(items), rng.choice(WORDS)
     asked += [
-        Turn(f"Now without {gone}.", " ".join(word for word in items if word != gone)),
-        Turn(f"Now with {new} at the end.", f"{text} {new}"),
-        Turn(f"What came after {items[-2]}?", items[-1]),
+        TaskTurn(f"Now without {gone}.", " ".join(word for word in items if word != gone)),
+        TaskTurn(f"Now with {new} at the end.", f"{text} {new}"),
+        TaskTurn(f"What came after {items[-2]}?", items[-1]),
     ]
     return [rng.choice(opening), *rng.sample(asked, rng.randint(1, 3))]
 
@@ -249,7 +253,7 @@ def held_out(prompt: str) -> bool:
     return int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:4], "big") % HELD_OUT_ONE_IN == 0
 
 
-def turns(task: str, rng: Random, tokens: int, evaluation: bool) -> list[Turn]:
+def turns(task: str, rng: Random, tokens: int, evaluation: bool) -> list[TaskTurn]:
     """The turns of one conversation on `task`, from the training or the evaluation part."""
     while True:
         made = TASKS[task](rng, tokens)

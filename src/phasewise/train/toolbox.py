@@ -27,7 +27,7 @@ OTHERS = (
 
 
 @dataclass(frozen=True)
-class Offer:
+class ToolOffer:
     """Tools as a request has them; `name` and `parameter` of the calculator among them, empty if there is none."""
 
     tools: tuple[Tool, ...]
@@ -43,11 +43,11 @@ def tool(name: str, about: str, parameter: str, means: str = "") -> Tool:
     return {"type": "function", "function": function}
 
 
-PLAIN = Offer((tool(NAME, ABOUT[0], PARAMETER),), NAME, PARAMETER)
+PLAIN = ToolOffer((tool(NAME, ABOUT[0], PARAMETER),), NAME, PARAMETER)
 """The calculator as documentation and tests offer it."""
 
 
-def offer(rng: Random) -> Offer:
+def offer(rng: Random) -> ToolOffer:
     """Most often the calculator alone; now and then under another name, with other tools, or only those."""
     name, parameter = NAME, PARAMETER
     if rng.random() < 0.3:
@@ -56,11 +56,11 @@ def offer(rng: Random) -> Offer:
     _vary(rng, made["function"])
     kind = rng.random()
     if kind > 0.2:
-        return Offer((made,), name, parameter)
+        return ToolOffer((made,), name, parameter)
     other = tool(*rng.choice(OTHERS))
     if kind < 0.04:
-        return Offer((other,))
-    return Offer((made, other) if rng.random() < 0.5 else (other, made), name, parameter)
+        return ToolOffer((other,))
+    return ToolOffer((made, other) if rng.random() < 0.5 else (other, made), name, parameter)
 
 
 def _vary(rng: Random, function: Tool) -> None:
@@ -78,7 +78,7 @@ def _vary(rng: Random, function: Tool) -> None:
         del function["description"]
 
 
-def renamed(rng: Random) -> Offer:
+def renamed(rng: Random) -> ToolOffer:
     """A calculator under a name and with a parameter that no training example has."""
     name, parameter = rng.choice(RENAMED)
-    return Offer((tool(name, rng.choice(ABOUT), parameter),), name, parameter)
+    return ToolOffer((tool(name, rng.choice(ABOUT), parameter),), name, parameter)

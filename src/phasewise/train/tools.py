@@ -22,16 +22,16 @@ from phasewise.model.artefacts import fingerprint
 from phasewise.model.directory import Directory
 from phasewise.model.lowrank import shapes
 from phasewise.model.raw import read_json
-from phasewise.train.artefacts import Job
-from phasewise.train.dense import Block, Dense, losses
+from phasewise.train.artefacts import ArtefactJob
+from phasewise.train.dense import DenseDecoder, TokenBlock, losses
 from phasewise.train.device import halved
 from phasewise.train.folders import replaced
 from phasewise.train.lowrank import LowRank
 from phasewise.train.mixture import Stage
 from phasewise.train.passes import Pass
 from phasewise.train.pocket import draw_if_possible
-from phasewise.train.tooluse import TEMPLATE, Batch, Conversations
-from phasewise.train.trainer import Loss, Recipe, Run, fit
+from phasewise.train.tooluse import TEMPLATE, ToolBatch, ToolConversations
+from phasewise.train.trainer import StepLoss, TrainingRecipe, TrainingRun, fit
 
 TOKENS, RANK, RATE = 1_000_000, 16, 3e-3  # padding included
 STAGES = (
@@ -42,12 +42,12 @@ DECAY = ((0.5, 1.0), (1.0, 0.01))
 KEEP = 2.0  # weight of the divergence from the base, beside the cross-entropy
 
 
-def start(delta: LowRank) -> Run[LowRank]:
+def start(delta: LowRank) -> TrainingRun[LowRank]:
     """A fresh run; the frozen base is no part of it."""
-    return Run(delta, [AdamW(delta.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)])
+    return TrainingRun(delta, [AdamW(delta.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)])
 
 
-def tool_loss(twin: Dense, delta: LowRank, batch: Batch) -> Loss:
+def tool_loss(twin: DenseDecoder, delta: LowRank, batch: ToolBatch) -> StepLoss:
     """Cross-entropy of what is said with tools, and the divergence from the base where there are none."""
     tuned = Pass(delta=delta)
     with halved(twin.embed_tokens.weight.device):
@@ -55,10 +55,10 @@ def tool_loss(twin: Dense, delta: LowRank, batch: Batch) -> Loss:
         kept = divergence(twin, batch.kept, tuned)
     total = said.mean() + KEEP * kept.mean()
     means = {"call": float(said.detach().mean()), "kept": float(kept.detach().mean())}
-    return Loss(total, means, sum(block.ids.numel() for block in (*batch.learned, *batch.kept)))
+    return StepLoss(total, means, sum(block.ids.numel() for block in (*batch.learned, *batch.kept)))
 
 
-def divergence(twin: Dense, blocks: list[Block], tuned: Pass) -> Tensor:
+def divergence(twin: DenseDecoder, blocks: list[TokenBlock], tuned: Pass) -> Tensor:
     """KL(base || tuned) in nats at every learned token, float32 [learned]."""
     wanted = torch.cat([block.targets.flatten() for block in blocks]) >= 0
     with torch.no_grad():
@@ -67,11 +67,11 @@ def divergence(twin: Dense, blocks: list[Block], tuned: Pass) -> Tensor:
     return F.kl_div(own, base, reduction="none", log_target=True).sum(-1)
 
 
-def _logits(twin: Dense, blocks: list[Block], how: Pass, wanted: Tensor) -> Tensor:
+def _logits(twin: DenseDecoder, blocks: list[TokenBlock], how: Pass, wanted: Tensor) -> Tensor:
     return F.linear(twin.hidden(blocks, how)[wanted], twin.embed_tokens.weight).float()
 
 
-def train(job: Job) -> Path:
+def train(job: ArtefactJob) -> Path:
     """Teach `job.model`; `job.out` gets checkpoint.pt, losses.csv, curve.png, the low-rank weights and model/.
 
     Returns the folder of the model, a plain checkpoint. Raises UserError for a model that this is not for, and if a
@@ -90,11 +90,13 @@ def train(job: Job) -> Path:
     words = f"phasewise train tools --model {job.model} --tokens {tokens} --seed {job.seed}"
     about = {"base": fingerprint(base), "over": files.path.name, "command": words}
 
-    def save(run: Run[LowRank]) -> None:
+    def save(run: TrainingRun[LowRank]) -> None:
         tuned.save(job.out / tuned.FILE, run.model.tensors(), about)
 
-    recipe = Recipe(tokens, STAGES, decay=DECAY)
-    fit(run, lambda _, batch: tool_loss(twin, run.model, batch), Conversations(job.mixture()), recipe, job.out, save)
+    recipe = TrainingRecipe(tokens, STAGES, decay=DECAY)
+    fit(
+        run, lambda _, batch: tool_loss(twin, run.model, batch), ToolConversations(job.mixture()), recipe, job.out, save
+    )
     save(run)
     draw_if_possible(job.out)
     return export(files, job.out / tuned.FILE, job.out / "model")

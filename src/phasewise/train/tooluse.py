@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 from phasewise.model.chat import ChatTemplate
 from phasewise.train.calculations import Problem, easy, problem
 from phasewise.train.chat import SYSTEM, talk
-from phasewise.train.dense import Block
+from phasewise.train.dense import TokenBlock
 from phasewise.train.mixture import Mixture, Stage, in_blocks, size
-from phasewise.train.tasks import Turn, turns
+from phasewise.train.tasks import TaskTurn, turns
 from phasewise.train.tokenizer import plain
-from phasewise.train.toolbox import PLAIN, Offer, offer
+from phasewise.train.toolbox import PLAIN, ToolOffer, offer
 from phasewise.train.wording import Piece
 
 TEMPLATE = (
@@ -40,20 +40,20 @@ OTHER_TASKS = ("copy", "reverse", "json", "edit", "list", "sort", "talk", "talk"
 Messages = list[dict[str, Any]]
 
 
-class Batch(NamedTuple):
+class ToolBatch(NamedTuple):
     """`learned`: conversations with tools; `kept`: what the base model does without them, to be left as it is."""
 
-    learned: list[Block]
-    kept: list[Block]
+    learned: list[TokenBlock]
+    kept: list[TokenBlock]
 
 
-def call(offer: Offer, expression: str) -> dict[str, Any]:
+def call(offer: ToolOffer, expression: str) -> dict[str, Any]:
     """The assistant's message that calls the calculator."""
     function = {"name": offer.name, "arguments": {offer.parameter: expression}}
     return {"role": "assistant", "content": "", "tool_calls": [{"id": "0", "type": "function", "function": function}]}
 
 
-def answered(offer: Offer, problem: Problem, told: str, result: str) -> Messages:
+def answered(offer: ToolOffer, problem: Problem, told: str, result: str) -> Messages:
     """One sum from the question to the answer; `told`: what the tool says, in which `result` is the number."""
     return [
         {"role": "user", "content": problem.question},
@@ -73,21 +73,21 @@ def told(rng: Random, result: str) -> tuple[str, str]:
     return (f"Result: {result}" if kind < 0.25 else result), result
 
 
-class Conversations:
+class ToolConversations:
     """Batches of conversations with tools, and of the pocket model's own without: a function of seed and step."""
 
     def __init__(self, mixture: Mixture) -> None:
         self.mixture = mixture
         self.template = ChatTemplate({"default": TEMPLATE})
 
-    def step(self, step: int, stage: Stage) -> Batch:
+    def step(self, step: int, stage: Stage) -> ToolBatch:
         rng = Random(f"{self.mixture.seed} tools {step}")
         calls = fill(rng, stage, CALLS, self.first_row if stage.until < 1 else self.row)
         aside = fill(rng, stage, ASIDE, self.aside_row)
         source = max(1, round(stage.step_tokens * stage.code / stage.row))
         kept = fill(rng, stage, 1 - CALLS - ASIDE - stage.code, lambda rng: self.mixture.short_row(rng, stage))
         pad, plain_text = self.mixture.pad, self.mixture.source(rng, stage.row, source)
-        return Batch(in_blocks(calls + aside, pad), [plain_text, *in_blocks(kept, pad)])
+        return ToolBatch(in_blocks(calls + aside, pad), [plain_text, *in_blocks(kept, pad)])
 
     def first_row(self, rng: Random) -> list[Piece]:
         """One easy sum with the plain calculator: where to look is learned before anything else."""
@@ -142,13 +142,13 @@ def fill(rng: Random, stage: Stage, share: float, make: Callable[[Random], list[
     return rows
 
 
-def other(rng: Random) -> Turn:
+def other(rng: Random) -> TaskTurn:
     """A question for which no tool is needed."""
     task = rng.choice(OTHER_TASKS)
     return talk(rng) if task == "talk" else turns(task, rng, 64, evaluation=False)[0]
 
 
-def spoken(conversation: Sequence[Turn]) -> Messages:
+def spoken(conversation: Sequence[TaskTurn]) -> Messages:
     """Questions and answers as messages."""
     messages: Messages = []
     for turn in conversation:

@@ -1,8 +1,8 @@
 """The training loop: seeded, resumable to the bit, with a warm-up / stable / decay schedule.
 
 `fit` is the loop of everything that is trained here: whole models, heads, adapters. What differs is handed in: the
-parameters with their optimisers (`Run`), the data of a step, and the loss. `start`, `train` and `update` are whole
-models: matrices with Muon (orthogonalised momentum, arXiv 2502.16982), embeddings and norms with AdamW.
+parameters with their optimisers (`TrainingRun`), the data of a step, and the loss. `start`, `train` and `update` are
+whole models: matrices with Muon (orthogonalised momentum, arXiv 2502.16982), embeddings and norms with AdamW.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from phasewise.errors import UserError
-from phasewise.train.dense import Block, Dense, losses
+from phasewise.train.dense import DenseDecoder, TokenBlock, losses
 from phasewise.train.device import Data, batches, computes_in_bfloat16, device, halved
 from phasewise.train.log import Log
 from phasewise.train.memory import give_back, keep_freed_memory
@@ -33,7 +33,7 @@ TASK_WEIGHT = 2.0
 Batch = TypeVar("Batch")
 
 
-class Loss(NamedTuple):
+class StepLoss(NamedTuple):
     """The loss of one step: what is differentiated, what losses.csv shows (`<name>_loss`), and the tokens seen."""
 
     total: Tensor
@@ -42,7 +42,7 @@ class Loss(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TrainingRecipe:
     """The length and the rates of a training run. The rates are those of whole models (`start`)."""
 
     tokens: int
@@ -77,7 +77,7 @@ Trained = TypeVar("Trained", bound=nn.Module)
 
 
 @dataclass
-class Run(Generic[Trained]):
+class TrainingRun(Generic[Trained]):
     """Everything that a checkpoint holds. `model` is what is trained, and only that: a frozen base is no part of it.
 
     It goes where training computes. Every parameter group has its rate at pace 1 in "peak".
@@ -125,7 +125,7 @@ class Run(Generic[Trained]):
         self.step, self.tokens = state["step"], state["tokens"]
 
 
-def start(model: Dense, recipe: Recipe) -> Run[Dense]:
+def start(model: DenseDecoder, recipe: TrainingRecipe) -> TrainingRun[DenseDecoder]:
     """A fresh run with its optimizers."""
     named = list(model.named_parameters())
     closing = [p for name, p in named if name.endswith(("o_proj.weight", "down_proj.weight"))]
@@ -144,17 +144,23 @@ def start(model: Dense, recipe: Recipe) -> Run[Dense]:
         Muon(matrices, torch.bfloat16 if half else torch.float32, weight_decay=recipe.weight_decay, momentum=0.95),
         AdamW(rest, betas=(0.9, 0.95), weight_decay=0.0, eps=1e-10),
     ]
-    return Run(model, optimizers)
+    return TrainingRun(model, optimizers)
 
 
 def train(
-    run: Run[Dense], mixture: Mixture, recipe: Recipe, out: Path, saved: Callable[[Run[Dense]], None] | None = None
+    run: TrainingRun[DenseDecoder],
+    mixture: Mixture,
+    recipe: TrainingRecipe,
+    out: Path,
+    saved: Callable[[TrainingRun[DenseDecoder]], None] | None = None,
 ) -> None:
     """Train a whole model to the end of the recipe from wherever `run` stands."""
     fit(run, lambda stage, batch: whole_loss(run, stage, batch), mixture, recipe, out, saved)
 
 
-def whole_loss(run: Run[Dense], stage: Stage, batch: tuple[list[Block], list[Block]]) -> Loss:
+def whole_loss(
+    run: TrainingRun[DenseDecoder], stage: Stage, batch: tuple[list[TokenBlock], list[TokenBlock]]
+) -> StepLoss:
     """Cross-entropy of a model's next tokens, with the stage's pace for the embedding."""
     model, (source, tasks) = run.model, batch
     run.optimizers[1].param_groups[0]["lr"] *= stage.embedding
@@ -165,16 +171,17 @@ def whole_loss(run: Run[Dense], stage: Stage, batch: tuple[list[Block], list[Blo
     return weighed(code, task, sum(block.ids.numel() for block in blocks))
 
 
-def weighed(code: Tensor, task: Tensor, tokens: int) -> Loss:
+def weighed(code: Tensor, task: Tensor, tokens: int) -> StepLoss:
     """The mean of both kinds of losses (nats, one per token), tasks weighing more."""
     total = (code.sum() + TASK_WEIGHT * task.sum()) / (len(code) + TASK_WEIGHT * len(task))
     means = {"code": float(code.detach().mean()), "task": float(task.detach().mean())}
-    return Loss(total, means, tokens)
+    return StepLoss(total, means, tokens)
 
 
 def fit(
-    run: Run[Trained], loss: Callable[[Stage, Batch], Loss], data: Data[Batch], recipe: Recipe, out: Path,
-    saved: Callable[[Run[Trained]], None] | None = None,
+    run: TrainingRun[Trained], loss: Callable[[Stage, Batch], StepLoss], data: Data[Batch], recipe: TrainingRecipe,
+    out: Path,
+    saved: Callable[[TrainingRun[Trained]], None] | None = None,
 ) -> None:  # fmt: skip
     """Train to the end of the recipe from wherever `run` stands; `out` gets checkpoint.pt and losses.csv.
 
@@ -214,7 +221,7 @@ def _set_pace(optimizers: list[Optimizer], pace: float) -> None:
             group["lr"] = group["peak"] * pace
 
 
-def update(run: Run[Trained], loss: Loss) -> None:
+def update(run: TrainingRun[Trained], loss: StepLoss) -> None:
     """One optimiser step."""
     if not math.isfinite(sum(loss.parts.values())):
         raise FloatingPointError(f"the loss became {loss.parts} at step {run.step}: lower the learning rate")
@@ -225,7 +232,7 @@ def update(run: Run[Trained], loss: Loss) -> None:
         optimizer.zero_grad(set_to_none=True)
 
 
-def _logged(run: Run[Any], parts: dict[str, float], pace: float, speed: float) -> dict[str, object]:
+def _logged(run: TrainingRun[Any], parts: dict[str, float], pace: float, speed: float) -> dict[str, object]:
     means = {f"{name}_loss": f"{mean:.5f}" for name, mean in parts.items()}
     return {"step": run.step, "tokens": run.tokens, **means, "pace": f"{pace:.4f}", "tokens_per_second": f"{speed:.0f}"}
 

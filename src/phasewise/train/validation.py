@@ -15,14 +15,14 @@ import torch
 from torch.nn import functional as F
 
 from phasewise.known.corpus import sources
-from phasewise.train.dense import Block, Dense
+from phasewise.train.dense import DenseDecoder, TokenBlock
 from phasewise.train.device import halved
 from phasewise.train.log import Log
 from phasewise.train.mixture import Mixture, pad_rows
 from phasewise.train.saturation import largest_score
 from phasewise.train.tasks import ASKED, TASKS, turns
 from phasewise.train.tokenizer import plain
-from phasewise.train.trainer import Run
+from phasewise.train.trainer import TrainingRun
 from phasewise.train.wording import Piece
 
 EXAMPLES, LENGTH, WINDOWS, WINDOW = 16, 160, 16, 256
@@ -38,18 +38,18 @@ class Validation:
         self.rows["code"] = code_rows(mixture)
         self.pad, self.last = mixture.pad, time.monotonic()
 
-    def when_due(self, run: Run[Dense]) -> None:
+    def when_due(self, run: TrainingRun[DenseDecoder]) -> None:
         if time.monotonic() - self.last > self.pause:
             self.look(run)
 
-    def look(self, run: Run[Dense]) -> dict[str, float]:
+    def look(self, run: TrainingRun[DenseDecoder]) -> dict[str, float]:
         """Write a row: per task the share of exact answers, the loss on source in nats per token, and the largest
         attention score there."""
         found = {name: judged(run.model, rows, self.pad) for name, rows in self.rows.items()}
         shown = {f"{name}_exact": exact for name, (_, exact) in found.items() if name != "code"}
         shown["code_loss"] = found["code"][0]
         block = pad_rows(self.rows["code"][:AT_ONCE], self.pad)
-        shown["largest_score"] = largest_score(run.model, Block(*(part.to(_device(run.model)) for part in block)))
+        shown["largest_score"] = largest_score(run.model, TokenBlock(*(part.to(_device(run.model)) for part in block)))
         with Log(self.path, run.step) as log:
             log.row({"step": run.step, "tokens": run.tokens, **{name: f"{v:.4f}" for name, v in shown.items()}})
         self.last = time.monotonic()
@@ -72,12 +72,12 @@ def code_rows(mixture: Mixture) -> list[list[Piece]]:
 
 
 @torch.no_grad()
-def judged(model: Dense, rows: Sequence[Sequence[Piece]], pad: int) -> tuple[float, float]:
+def judged(model: DenseDecoder, rows: Sequence[Sequence[Piece]], pad: int) -> tuple[float, float]:
     """Mean loss of the learned tokens (nats), and the share of rows whose learned tokens are all the most likely."""
     total, count, exact = 0.0, 0, 0
     device = _device(model)
     for at in range(0, len(rows), AT_ONCE):
-        block = Block(*(part.to(device) for part in pad_rows(rows[at : at + AT_ONCE], pad)))
+        block = TokenBlock(*(part.to(device) for part in pad_rows(rows[at : at + AT_ONCE], pad)))
         wanted = block.targets >= 0
         with halved(device):
             logits = F.linear(model.hidden([block])[wanted.flatten()], model.embed_tokens.weight).float()
@@ -89,5 +89,5 @@ def judged(model: Dense, rows: Sequence[Sequence[Piece]], pad: int) -> tuple[flo
     return total / count, exact / len(rows)
 
 
-def _device(model: Dense) -> torch.device:
+def _device(model: DenseDecoder) -> torch.device:
     return model.embed_tokens.weight.device

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from phasewise.errors import UserError
 from phasewise.model.chat import ChatTemplate
 from phasewise.model.source import Source
-from phasewise.train.tasks import Message, Turn
+from phasewise.train.tasks import Message, TaskTurn
 from phasewise.train.tokenizer import END_OF_TEXT, PAD, TURN_END, WRITTEN, beginning, plain, special_id
 
 Piece = tuple[list[int], bool]  # token ids, and whether they are learned
@@ -24,7 +24,7 @@ class Wording(Protocol):
     end: int  # after a file
     pad: int  # beyond a row's end, where nothing is learned
 
-    def chat(self, conversation: Sequence[Turn], system: str | None) -> list[Piece]:
+    def chat(self, conversation: Sequence[TaskTurn], system: str | None) -> list[Piece]:
         """Pieces of a conversation; only replies and their ends are learned."""
         ...
 
@@ -36,7 +36,7 @@ class ChatML:
         self.tokenizer, self.begin = tokenizer, beginning(tokenizer)
         self.pad, self.end = special_id(tokenizer, PAD), special_id(tokenizer, END_OF_TEXT)
 
-    def chat(self, conversation: Sequence[Turn], system: str | None) -> list[Piece]:
+    def chat(self, conversation: Sequence[TaskTurn], system: str | None) -> list[Piece]:
         pieces: list[Piece] = []
         begin = self.begin
         opening = f"<|im_start|>system\n{system}<|im_end|>\n" if system else ""
@@ -70,7 +70,7 @@ class Templated:
             return self.begin + plain(self.tokenizer, "".join(f"{message['content']}\n" for message in messages))
         return plain(self.tokenizer, self.template.render(messages))
 
-    def chat(self, conversation: Sequence[Turn], system: str | None) -> list[Piece]:
+    def chat(self, conversation: Sequence[TaskTurn], system: str | None) -> list[Piece]:
         """Turns are left out from the first one on whose template writes what was before it in another way."""
         messages: list[Message] = [{"role": "system", "content": system}] if system and self.systems else []
         pieces: list[Piece] = []

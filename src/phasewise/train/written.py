@@ -17,7 +17,7 @@ from typing import Any
 from phasewise.errors import UserError
 from phasewise.llm import LLM
 from phasewise.request.params import Params
-from phasewise.train.dense import Block
+from phasewise.train.dense import TokenBlock
 from phasewise.train.mixture import Stage, in_blocks, size
 from phasewise.train.tasks import TASKS, held_out, turns
 from phasewise.train.tokenizer import plain
@@ -29,7 +29,7 @@ Prompts = Callable[[int], list[int]]
 
 
 @dataclass(frozen=True)
-class Text:
+class WrittenText:
     """A prompt and what the target wrote after it, its end token included, as token ids."""
 
     prompt: list[int]
@@ -88,7 +88,7 @@ def _asked(wording: Templated, line: str, where: str) -> list[int]:
     raise UserError(f'{where} has neither a text "prompt" nor a list "messages" or "turns"')
 
 
-def collect(llm: LLM, prompts: Prompts, path: Path, asked: Params, count: int) -> list[Text]:
+def collect(llm: LLM, prompts: Prompts, path: Path, asked: Params, count: int) -> list[WrittenText]:
     """`count` continuations, kept in `path`; those that are there already are not written again.
 
     `asked.temperature` is that of half of them; the rest are greedy. Raises UserError where the target fails.
@@ -101,7 +101,7 @@ def collect(llm: LLM, prompts: Prompts, path: Path, asked: Params, count: int) -
         broken = next((output.left for output in outputs if output.left.how != "finished"), None)
         if broken is not None:
             raise UserError(f"the target cannot continue a prompt: {broken.reason}")
-        found += [Text(prompt, list(output.tokens)) for prompt, output in zip(given, outputs, strict=True)]
+        found += [WrittenText(prompt, list(output.tokens)) for prompt, output in zip(given, outputs, strict=True)]
         _keep(path, found)
     return found
 
@@ -111,28 +111,28 @@ def _drawn(asked: Params, i: int) -> Params:
     return replace(asked, temperature=0.0 if greedy else asked.temperature, seed=asked.seed + i)
 
 
-def _kept(path: Path) -> list[Text]:
+def _kept(path: Path) -> list[WrittenText]:
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").splitlines()
-    return [Text(**json.loads(line)) for line in lines]
+    return [WrittenText(**json.loads(line)) for line in lines]
 
 
-def _keep(path: Path, texts: Sequence[Text]) -> None:
+def _keep(path: Path, texts: Sequence[WrittenText]) -> None:
     fresh = path.with_suffix(".new")
     fresh.write_text("".join(json.dumps(vars(text)) + "\n" for text in texts), encoding="utf-8")
     fresh.replace(path)
 
 
-class Written:
+class WrittenBatches:
     """Batches of what the target wrote; replies alone are learned. A function of the seed and the step."""
 
-    def __init__(self, texts: Sequence[Text], pad: int, seed: int) -> None:
+    def __init__(self, texts: Sequence[WrittenText], pad: int, seed: int) -> None:
         self.rows: list[list[Piece]] = [[(text.prompt, False), (text.reply, True)] for text in texts]
         self.pad, self.seed = pad, seed
         self.tokens = sum(map(size, self.rows))
 
-    def step(self, step: int, stage: Stage) -> list[Block]:
+    def step(self, step: int, stage: Stage) -> list[TokenBlock]:
         rng, rows, budget = Random(f"{self.seed} written {step}"), list[list[Piece]](), stage.step_tokens
         while budget > 0:
             rows.append(rng.choice(self.rows))

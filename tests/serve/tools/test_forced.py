@@ -17,7 +17,7 @@ from phasewise.errors import UserError
 from phasewise.serve.failures import ApiError
 from phasewise.serve.tools.forced import grammar
 from phasewise.serve.tools.formats import FORMATS
-from phasewise.serve.tools.reader import Manner, Reader
+from phasewise.serve.tools.reader import OutputParser, ParserOptions
 from phasewise.serve.tools.spelling import Spelling
 from tests.seeds import draw
 from tests.serve.playing import checkpoint, play
@@ -218,7 +218,7 @@ def test_values_that_are_not_json_as_a_whole(name: str, schema: Any, value: str,
     tool, format, text = {"function": function(schema)}, FORMATS[name], WRITTEN[name].format(value)
     ask = grammar([tool], format, format.opening, Spelling({}), single=True)
     assert allows(ask, tokenizer().encode(text, add_special=False)) == (expected is not None)
-    reader = Reader(Manner(format, frozenset({"f"}), schemas={"f": tool["function"]["parameters"]}))
+    reader = OutputParser(ParserOptions(format, frozenset({"f"}), schemas={"f": tool["function"]["parameters"]}))
     deltas = reader.push(text) + reader.finish()
     said = "".join(delta.text for delta in deltas if delta.kind == "arguments")
     assert expected is None or said == f'{{"x": {expected}}}'

@@ -12,9 +12,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from phasewise.errors import UserError
-from phasewise.serve.tools.deltas import Delta, joined
+from phasewise.serve.tools.deltas import OutputDelta, joined
 from phasewise.serve.tools.formats import FORMATS, check
-from phasewise.serve.tools.reader import Manner, Reader
+from phasewise.serve.tools.reader import OutputParser, ParserOptions
 from phasewise.serve.tools.reasoning import TAGS
 from tests.serve.tools import whole
 
@@ -50,16 +50,16 @@ STARTS = st.sampled_from(
 NAMES = sorted(FORMATS)
 
 
-def manner(name: str, **options: Any) -> Manner:
-    return Manner(FORMATS.get(name), TOOLS, **options)
+def manner(name: str, **options: Any) -> ParserOptions:
+    return ParserOptions(FORMATS.get(name), TOOLS, **options)
 
 
-def read(how: Manner, *pieces: str) -> list[Delta]:
-    reader = Reader(how)
+def read(how: ParserOptions, *pieces: str) -> list[OutputDelta]:
+    reader = OutputParser(how)
     return joined([delta for piece in pieces for delta in reader.push(piece)] + reader.finish())
 
 
-def items(deltas: list[Delta]) -> list[tuple[str, ...]]:
+def items(deltas: list[OutputDelta]) -> list[tuple[str, ...]]:
     """In the twin's words."""
     found: list[tuple[str, ...]] = []
     for delta in deltas:
@@ -96,7 +96,7 @@ def test_cuts_do_not_matter(name: str, start: str, soup: str, cuts: list[int], o
 @given(start=STARTS, soup=SOUP)
 @settings(max_examples=200, deadline=None)
 def test_what_is_no_call_is_content_to_the_letter(name: str, start: str, soup: str) -> None:
-    found = read(Manner(FORMATS[name], frozenset()), start + soup)
+    found = read(ParserOptions(FORMATS[name], frozenset()), start + soup)
     assert "".join(delta.text for delta in found) == start + soup
     assert {delta.kind for delta in found} <= {"content"}
 
@@ -165,7 +165,7 @@ def test_calls_come_back(name: str, calls: list[tuple[str, dict[str, Any]]], asc
 @pytest.mark.parametrize("name", NAMES)
 def test_the_name_comes_at_once_and_arguments_as_they_are_written(name: str) -> None:
     text = said(name, [("f", {"x": "abcdefgh", "y": [1, 2]})], False)
-    reader = Reader(manner(name))
+    reader = OutputParser(manner(name))
     kinds = [{delta.kind for delta in reader.push(c)} for c in text]
     named = next(i for i, each in enumerate(kinds) if "call" in each)
     assert named <= text.index("abc") and sum("call" in each for each in kinds) == 1
@@ -300,7 +300,7 @@ def test_reasoning(text: str, opened: bool, expected: list[tuple[str, str]]) -> 
 
 
 def test_with_a_single_call_the_answer_ends_with_it() -> None:
-    reader = Reader(manner("hermes", single=True))
+    reader = OutputParser(manner("hermes", single=True))
     text = said("hermes", [("f", {"x": {}}), ("look_up", {})], False)
     found = []
     for c in text:

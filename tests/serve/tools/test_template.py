@@ -8,14 +8,14 @@ import pytest
 
 from phasewise.model.chat import ChatTemplate
 from phasewise.serve.tools.asked import shaped
-from phasewise.serve.tools.reader import Manner, Reader
+from phasewise.serve.tools.reader import OutputParser, ParserOptions
 from phasewise.serve.tools.reasoning import TAGS
-from phasewise.serve.tools.template import Shown, look
+from phasewise.serve.tools.template import TemplateTools, look
 from tests.serve.playing import TEMPLATES
 from tests.serve.tiny_chat import TEMPLATE
 
 
-def seen(name: str, tool_format: str = "auto", reasoning_format: str = "auto") -> Shown:
+def seen(name: str, tool_format: str = "auto", reasoning_format: str = "auto") -> TemplateTools:
     return look(ChatTemplate({"default": TEMPLATES[name]}), tool_format, reasoning_format)
 
 
@@ -41,7 +41,7 @@ def test_the_format_is_found(name: str, format: str, opening: str) -> None:
     assert shown.objects == (name not in ("named", "fenced")), (
         "this template writes arguments as they are: it wants text"
     )
-    reader = Reader(Manner(shown.format, frozenset({"f"})))
+    reader = OutputParser(ParserOptions(shown.format, frozenset({"f"})))
     assert [delta.text for delta in reader.push(shown.opening.format(name="f")) if delta.kind == "call"] == ["f"]
 
 
@@ -58,8 +58,8 @@ def test_tools_that_a_template_may_set_itself_are_still_taken() -> None:
 
 def test_what_is_not_there_is_not_found() -> None:
     assert seen("unknown").takes_tools and seen("unknown").format is None
-    assert look(ChatTemplate({"default": TEMPLATE})) == Shown()
-    assert look(ChatTemplate({})) == Shown()
+    assert look(ChatTemplate({"default": TEMPLATE})) == TemplateTools()
+    assert look(ChatTemplate({})) == TemplateTools()
 
 
 def test_names_are_taken_for_what_they_are() -> None:

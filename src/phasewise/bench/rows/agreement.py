@@ -13,7 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from phasewise.bench.quality import Measured, averaged, mean, proportion
+from phasewise.bench.quality import RowScores, averaged, mean, proportion
 from phasewise.bench.rows.subject import Subject
 from phasewise.errors import UserError
 
@@ -83,7 +83,7 @@ def prompts(subject: Subject, path: Path, rng: Random, examples: int) -> list[li
 
 
 def agreement(asked: Sequence[list[int]], base: Base, free: Callable[[list[list[int]]], Free],
-              choices: Choices) -> list[Measured]:  # fmt: skip
+              choices: Choices) -> list[RowScores]:  # fmt: skip
     """Share of equal tokens along the default's text; tokens until the texts part; and what became of drafts."""
     texts = base(list(asked))
     same = [share(taken, text) for taken, text in zip(choices(list(asked), texts), texts, strict=True)]
@@ -92,21 +92,21 @@ def agreement(asked: Sequence[list[int]], base: Base, free: Callable[[list[list[
     whole = [float(len(text)) for text in texts]
     row = mean(AGREEMENT, "share", same)
     rows = [
-        Measured(replace(row, low=max(0.0, row.low), high=min(1.0, row.high)), same),
+        RowScores(replace(row, low=max(0.0, row.low), high=min(1.0, row.high)), same),
         averaged(f"{AGREEMENT}, common beginning", "tokens", shared),
         averaged(WHOLE, "tokens", whole),
     ]
     return rows + (drafts(own) if own.drafted else [])
 
 
-def drafts(own: Free) -> list[Measured]:
+def drafts(own: Free) -> list[RowScores]:
     """Tokens per pass of the target (the acceptance length), and the share of drafted tokens that were accepted.
 
     The first token comes with the prompt's pass and is left out. The share's interval takes tokens for independent.
     """
     length = [sum(counts[1:]) / len(counts[1:]) for counts in own.passes if len(counts) > 1]
     rows = [averaged("tokens per pass", "tokens", length)] if length else []
-    return [*rows, Measured(proportion("drafts accepted", own.accepted, own.drafted, "share"), [])]
+    return [*rows, RowScores(proportion("drafts accepted", own.accepted, own.drafted, "share"), [])]
 
 
 def share(a: Sequence[int], b: Sequence[int]) -> float:

@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import Any
 
-from phasewise.bench.quality import Measured, graded
+from phasewise.bench.quality import RowScores, graded
 from phasewise.bench.rows.subject import Subject
 from phasewise.errors import UserError
 from phasewise.train.calculations import Problem, calculate, longer, problem, reworded, two
 from phasewise.train.tasks import Example, example
-from phasewise.train.toolbox import PLAIN, Offer, offer, renamed
+from phasewise.train.toolbox import PLAIN, ToolOffer, offer, renamed
 from phasewise.train.tooluse import call
 
 ROOM, ANSWER = 96, 32  # tokens of a call, of an answer
@@ -26,7 +26,7 @@ CALL = re.compile(r"\s*<tool_call>\s*(\{.*\})\s*</tool_call>\s*", re.DOTALL)
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
 
-def _among(rng: Random) -> Offer:
+def _among(rng: Random) -> ToolOffer:
     """Tools as in training, two of them."""
     while True:
         made = offer(rng)
@@ -34,11 +34,11 @@ def _among(rng: Random) -> Offer:
             return made
 
 
-def _plain(rng: Random) -> Offer:
+def _plain(rng: Random) -> ToolOffer:
     return PLAIN
 
 
-SUMS: dict[str, tuple[Callable[[Random], Problem], Callable[[Random], Offer]]] = {
+SUMS: dict[str, tuple[Callable[[Random], Problem], Callable[[Random], ToolOffer]]] = {
     "calculator": (two, _plain),
     "calculator-longer": (longer, _plain),  # three numbers
     "calculator-reworded": (reworded, _plain),  # in wordings that were never trained on
@@ -49,7 +49,7 @@ UNCALLED = "calculator-idle"  # other questions, which need no tool
 ROWS = (*SUMS, UNCALLED)
 
 
-def measure(name: str, subject: Subject, examples: int, seed: int) -> Measured:
+def measure(name: str, subject: Subject, examples: int, seed: int) -> RowScores:
     """A row on `examples` examples drawn with `seed`. Raises UserError for a model that is shown no tools."""
     if subject.offer is None:
         raise UserError(f"{name} is asked with a tool, and this model's chat template shows none: --model pocket-tools")
@@ -71,7 +71,7 @@ def measure(name: str, subject: Subject, examples: int, seed: int) -> Measured:
     return graded(name, [at in said_of and has(said_of[at], one) for at, one in enumerate(asked)])
 
 
-def result(said: str, offered: Offer) -> tuple[str, str] | None:
+def result(said: str, offered: ToolOffer) -> tuple[str, str] | None:
     """The expression of an answer that is one call of the calculator, and its value; None for anything else."""
     found = CALL.fullmatch(said)
     try:
@@ -88,13 +88,13 @@ def has(answer: str, asked: Problem) -> bool:
     return asked.result in NUMBER.findall(answer) and "<tool_call>" not in answer
 
 
-def _idle(name: str, subject: Subject, asked: Sequence[Example]) -> Measured:
+def _idle(name: str, subject: Subject, asked: Sequence[Example]) -> RowScores:
     said = _ask(subject, [list(one.messages) for one in asked], [PLAIN] * len(asked), ROOM)
     return graded(name, [one.check(text) for one, text in zip(asked, said, strict=True)])
 
 
 def _ask(
-    subject: Subject, talks: Sequence[Sequence[Mapping[str, Any]]], offers: Sequence[Offer], room: int
+    subject: Subject, talks: Sequence[Sequence[Mapping[str, Any]]], offers: Sequence[ToolOffer], room: int
 ) -> list[str]:  # fmt: skip
     assert subject.offer is not None
     prompts = [subject.offer(talk, offered.tools) for talk, offered in zip(talks, offers, strict=True)]

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from random import Random
 
-from phasewise.bench.quality import Measured, graded
+from phasewise.bench.quality import RowScores, graded
 from phasewise.bench.rows.subject import Subject
 from phasewise.errors import UserError
 
@@ -131,7 +131,7 @@ def right(reply: str, key: str) -> bool:
     return found is not None and found[0].replace(",", "") == key
 
 
-def passkey(name: str, subject: Subject, rng: Random, examples: int) -> Measured:
+def passkey(name: str, subject: Subject, rng: Random, examples: int) -> RowScores:
     """The share of keys that are answered."""
     asked = [prompt(subject, rng, LENGTHS[name]) for _ in range(examples)]
     replies = subject.generate([ids for ids, _ in asked], ROOM)

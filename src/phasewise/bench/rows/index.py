@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 
 from phasewise.bench import quality
-from phasewise.bench.quality import Measured
+from phasewise.bench.quality import RowScores
 from phasewise.bench.rows.agreement import AGREEMENT
 from phasewise.bench.rows.calls import ROWS as CALLS
 from phasewise.bench.rows.english import FURTHER, LENGTHS, ROOM, passkey
@@ -82,7 +82,7 @@ def fits(name: str, context: int) -> None:
         raise UserError(f"{name} needs a context of {tokens(name):,} tokens, the model's is {context:,}: {instead}")
 
 
-def general(name: str, subject: Subject, examples: int, seed: int) -> list[Measured]:
+def general(name: str, subject: Subject, examples: int, seed: int) -> list[RowScores]:
     """Measure a row of GENERAL on `examples` examples drawn with `seed`. Raises UserError where it does not fit."""
     fits(name, subject.context)
     rng = Random(f"{seed} {name}")

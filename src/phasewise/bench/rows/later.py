@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from phasewise.bench.quality import Measured, Text, graded
+from phasewise.bench.quality import RowScores, TextCodec, graded
 from phasewise.bench.rows.subject import Follow, Subject
 from phasewise.errors import UserError
 from phasewise.train.tasks import turns
@@ -32,7 +32,7 @@ class Talk:
     answer: str
 
 
-def talks(text: Text, rng: Random, count: int, tokens: int, evaluation: bool = True) -> list[Talk]:
+def talks(text: TextCodec, rng: Random, count: int, tokens: int, evaluation: bool = True) -> list[Talk]:
     """Conversations from the part that is evaluated, or from the one that models are trained on.
 
     Raises UserError where the second turn's prompt does not begin with the first one's: there is no KV to go on from.
@@ -53,14 +53,14 @@ def talks(text: Text, rng: Random, count: int, tokens: int, evaluation: bool = T
     return found
 
 
-def grades(some: Sequence[Talk], text: Text, follow: Follow) -> list[bool]:
+def grades(some: Sequence[Talk], text: TextCodec, follow: Follow) -> list[bool]:
     """Which second questions are answered right."""
     room = max(len(text.encode(talk.answer)) for talk in some) + ENDS
     replies = follow([(talk.said, talk.start) for talk in some], room)
     return [text.decode(reply).strip() == talk.answer for reply, talk in zip(replies, some, strict=True)]
 
 
-def measure(name: str, subject: Subject, examples: int, seed: int) -> Measured:
+def measure(name: str, subject: Subject, examples: int, seed: int) -> RowScores:
     """A row on `examples` examples drawn with `seed`, none of which is ever trained on. Raises UserError for a model
     that does not chat."""
     if not subject.chats:

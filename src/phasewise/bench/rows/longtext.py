@@ -14,7 +14,7 @@ from importlib import import_module
 from random import Random
 
 from phasewise.bench.forced import STRETCH
-from phasewise.bench.quality import Measured, averaged, per_byte
+from phasewise.bench.quality import RowScores, averaged, per_byte
 from phasewise.bench.rows.subject import Subject
 from phasewise.errors import UserError
 from phasewise.known.corpus import sources
@@ -35,7 +35,7 @@ def prose() -> str:
 
 
 @dataclass(frozen=True)
-class Window:
+class TextWindow:
     """The source of a row's text, and the number of tokens of it that are read at once."""
 
     source: Callable[[], str]
@@ -50,10 +50,10 @@ class Window:
 
 
 TEXTS = {"code": library, "docs": prose}
-WINDOWS = {f"{name}@{k}k": Window(text, k * 1024) for name, text in TEXTS.items() for k in (2, 4, 8)}
+WINDOWS = {f"{name}@{k}k": TextWindow(text, k * 1024) for name, text in TEXTS.items() for k in (2, 4, 8)}
 
 
-def long_loss(name: str, window: Window, subject: Subject, rng: Random, examples: int) -> list[Measured]:
+def long_loss(name: str, window: TextWindow, subject: Subject, rng: Random, examples: int) -> list[RowScores]:
     """The loss on windows spread evenly over the text, per token and per byte, and in the windows' last stretches.
 
     Raises UserError where the text is no longer than a window.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from phasewise.bench.quality import Generate, Text
+from phasewise.bench.quality import Generate, TextCodec
 
 Offer = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], list[int]]
 """The prompt for a conversation (messages) with tools."""
@@ -24,7 +24,7 @@ class Subject:
     generate: Generate
     losses: Losses
     follow: Follow
-    text: Text
+    text: TextCodec
     context: int  # tokens
     chats: bool = True  # whether it has a chat template; if not, `text.chat` raises
     offer: Offer | None = None  # None: its template shows no tools

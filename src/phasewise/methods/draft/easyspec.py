@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from phasewise.errors import UserError
 from phasewise.methods.draft._spine import Spine
-from phasewise.model.grouped import Grouped, grouped
+from phasewise.model.grouped import GroupedModel, grouped
 from phasewise.speculation.companion import Companion
 from phasewise.speculation.grower import Grower, grower
 from phasewise.verbs.host import Host
@@ -60,7 +60,7 @@ class EasySpec(Method):
     def bind(self, host: Host) -> Grower:
         made = grower(host, "easyspec", self.model, Spine(self.k, 1, "without_replacement"), self.chunk)
         exact = made.companion.model
-        rough = Grouped(exact, grouped(exact.config.layers, self.group, self.ends))
+        rough = GroupedModel(exact, grouped(exact.config.layers, self.group, self.ends))
         assert isinstance(made.companion, Companion)
         if rough.depth < exact.depth:  # else its passes are exact, and there is nothing to repair
             made.companion.rough, made.companion.calibrated = rough, self.calibrate

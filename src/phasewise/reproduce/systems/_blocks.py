@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from phasewise.bench.forced import STRETCH, Forced, Written, write
+from phasewise.bench.forced import STRETCH, Forced, ForcedTokens, write
 from phasewise.bench.prompts import text_prompts
 from phasewise.kv.blocks import SIDES, BlockCut, Blocks
 from phasewise.kv.buffer import KVShape
 from phasewise.reproduce import loads
 from phasewise.reproduce.lab import Lab
-from phasewise.reproduce.play import Run
+from phasewise.reproduce.play import PlayedRun
 from phasewise.reproduce.system import Case, Setting
 from phasewise.reproduce.workload import code_ids
 from phasewise.request.params import Params
@@ -45,7 +45,7 @@ def read(case: Case, cuts: Sequence[BlockCut], bits: Bits, new: int) -> float:
     return sum(taken(case, cuts, bits, seen, seen + 1) for seen in range(prompt, prompt + new - 1))
 
 
-def reads(run: Run) -> int:
+def reads(run: PlayedRun) -> int:
     """KV bytes of the decoded tokens."""
     return sum(step.read for step in run.decoding)
 
@@ -78,7 +78,7 @@ def errors(rows: Sequence[tuple[Tensor, Tensor]], codec: Blocks) -> tuple[float,
     return statistics.fmean(off[0]), statistics.fmean(off[1])
 
 
-def written(lab: Lab, setting: Setting, stretches: int, dtype: str | None = None) -> list[Written]:
+def written(lab: Lab, setting: Setting, stretches: int, dtype: str | None = None) -> list[ForcedTokens]:
     """Code that is written by force after half a context of it, at so many places."""
     ids, context = code_ids(), lab.model("pocket").config.max_positions // 2
     count = 2 if lab.scale.quick else stretches

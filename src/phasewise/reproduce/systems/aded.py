@@ -7,9 +7,9 @@ from phasewise.methods.verify.match import Match
 from phasewise.reproduce import loads
 from phasewise.reproduce.controls import RandomGuess
 from phasewise.reproduce.lab import Lab
-from phasewise.reproduce.play import Entry, Run
-from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Saving, Setting, System, Timing, Tried
-from phasewise.reproduce.workload import Asked
+from phasewise.reproduce.play import LoadEntry, PlayedRun
+from phasewise.reproduce.system import Attempt, AttemptOutcome, Case, Counter, Paper, Saving, Setting, System, Timing
+from phasewise.reproduce.workload import PromptSource
 
 NODES, VOCAB = 24, 4096
 
@@ -19,30 +19,30 @@ def drafting(**knobs: object) -> Setting:
     return Setting({"draft": f"aded:nodes={NODES}{told}"}, most=1)
 
 
-def passes(case: Case, run: Run) -> float:
+def passes(case: Case, run: PlayedRun) -> float:
     """Per token."""
     return run.work.forwards / run.work.emitted
 
 
-def writing(asked: Asked) -> list[Entry]:
+def writing(asked: PromptSource) -> list[LoadEntry]:
     """Code of files that are in no corpus of the table, to go on with."""
-    return [Entry(asked.code(64), asked.size(64, 24)) for _ in range(asked.size(16, 6))]
+    return [LoadEntry(asked.code(64), asked.size(64, 24)) for _ in range(asked.size(16, 6))]
 
 
 def _spent(lab: Lab, setting: Setting) -> int:
     return lab.play(setting, writing(lab.asked("pocket")), "pocket").work.forwards
 
 
-def adapted(lab: Lab) -> Tried:
+def adapted(lab: Lab) -> AttemptOutcome:
     """The corpus alone, and the text alone: a table of random tokens that adapts."""
     both, corpus, text = (_spent(lab, drafting(**knobs)) for knobs in ({}, {"step": 0}, {"store": "random:0"}))
     words = f"{both:,} passes; the corpus alone {corpus:,}, the text alone {text:,}"
-    return Tried(both < min(corpus, text), words)
+    return AttemptOutcome(both < min(corpus, text), words)
 
 
-def searched(lab: Lab) -> Tried:
+def searched(lab: Lab) -> AttemptOutcome:
     heap, walks = _spent(lab, drafting()), _spent(lab, drafting(mode="mcts"))
-    return Tried(heap <= 1.02 * walks, f"{heap:,} passes, {walks:,} by the paper's search")
+    return AttemptOutcome(heap <= 1.02 * walks, f"{heap:,} passes, {walks:,} by the paper's search")
 
 
 SYSTEM = System(

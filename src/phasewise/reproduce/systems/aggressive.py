@@ -6,13 +6,13 @@ from phasewise.methods.decode.speculative import Speculative
 from phasewise.methods.verify.match import Match
 from phasewise.reproduce import loads
 from phasewise.reproduce.controls import RandomGuess
-from phasewise.reproduce.play import Run
+from phasewise.reproduce.play import PlayedRun
 from phasewise.reproduce.system import Case, Counter, Paper, Saving, Setting, System, Timing
 
 K, VOCAB = 63, 4096
 
 
-def passes(case: Case, run: Run) -> float:
+def passes(case: Case, run: PlayedRun) -> float:
     """Per token."""
     return run.work.forwards / run.work.emitted
 

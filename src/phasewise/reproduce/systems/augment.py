@@ -17,7 +17,7 @@ from phasewise.model import artefacts
 from phasewise.reproduce import loads
 from phasewise.reproduce.controls import Control, drawn
 from phasewise.reproduce.lab import Lab
-from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Quality, Setting, System, Timing, Tried
+from phasewise.reproduce.system import Attempt, AttemptOutcome, Case, Counter, Paper, Quality, Setting, System, Timing
 from phasewise.request.request import Request
 from phasewise.train import dense
 from phasewise.train.artefacts import decode_augment as training
@@ -91,13 +91,13 @@ def losses(lab: Lab, weights: str = "auto") -> dict[str, list[float]]:
     return found
 
 
-def lead(other: str) -> Callable[[Lab], Tried]:
+def lead(other: str) -> Callable[[Lab], AttemptOutcome]:
     """The loss after the latents of `other` less that after a prompt's own."""
 
-    def tried(lab: Lab) -> Tried:
+    def tried(lab: Lab) -> AttemptOutcome:
         found = losses(lab)
         gain: Difference = stats.means(found[other], found["own"])  # of losses: more is worse
-        return Tried(gain.low > 0, f"loss after {other} less own {gain.text(False)}")
+        return AttemptOutcome(gain.low > 0, f"loss after {other} less own {gain.text(False)}")
 
     return tried
 

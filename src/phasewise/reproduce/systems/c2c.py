@@ -18,7 +18,7 @@ from phasewise.reproduce.controls import Control, drawn
 from phasewise.reproduce.knowers import KEYS, RECEIVER, SHARERS, WIDTH, facts, fuser
 from phasewise.reproduce.lab import Lab
 from phasewise.reproduce.play import finish
-from phasewise.reproduce.system import Attempt, Counter, Paper, Quality, Setting, System, Timing, Tried
+from phasewise.reproduce.system import Attempt, AttemptOutcome, Counter, Paper, Quality, Setting, System, Timing
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.verbs.host import Host
@@ -41,7 +41,7 @@ def instead(made: Fusing, other: Callable[[list[Rows], Request, int], list[Rows]
 
 
 @dataclass(frozen=True)
-class Shuffled(Control):
+class PermutedSharer(Control):
     """decode: the same fuser, and the sharer's rows in an order drawn at random."""
 
     of: C2C
@@ -76,27 +76,27 @@ class Reversed(Control):
         return made
 
 
-def code_gain(lab: Lab) -> Tried:
+def code_gain(lab: Lab) -> AttemptOutcome:
     """A smaller loss than the receiver's alone."""
     n = min(lab.scale.examples or CODE.examples, 4 if lab.scale.quick else CODE.examples)
     gain = means(*(losses(lab, each, CODE, n) for each in (METHOD, ALONE)))
-    return Tried(gain.low > 0, f"log-likelihood {gain.text(False)}")
+    return AttemptOutcome(gain.low > 0, f"log-likelihood {gain.text(False)}")
 
 
-def gates_matter(lab: Lab) -> Tried:
+def gates_matter(lab: Lab) -> AttemptOutcome:
     """A smaller loss than with the gates the other way round."""
     n = min(lab.scale.examples or CODE.examples, 4 if lab.scale.quick else CODE.examples)
     turned = Setting(objects={"decode": Reversed(C2C())})
     gain = means(*(losses(lab, each, CODE, n) for each in (METHOD, turned)))
-    return Tried(gain.low > 0, f"log-likelihood {gain.text(False)}")
+    return AttemptOutcome(gain.low > 0, f"log-likelihood {gain.text(False)}")
 
 
-def answers_gain(lab: Lab) -> Tried:
+def answers_gain(lab: Lab) -> AttemptOutcome:
     """More right answers than the receiver alone."""
     n = min(lab.scale.examples or EACH, 6 if lab.scale.quick else EACH)
     mine, alone = ([g for task in TASKS for g in right(lab, each, task, n)] for each in (METHOD, ALONE))
     gain = shares(mine, alone)
-    return Tried(gain.low > 0, gain.text(True))
+    return AttemptOutcome(gain.low > 0, gain.text(True))
 
 
 @dataclass(frozen=True)
@@ -142,20 +142,20 @@ def said(lab: Lab, model: str, decode: Any = None) -> list[float]:
     return grades
 
 
-def facts_gain(lab: Lab) -> Tried:
+def facts_gain(lab: Lab) -> AttemptOutcome:
     """Two sharers that know different facts: more is said than any of the three models says by itself."""
     mine, each = said(lab, RECEIVER, fused(lab)), [said(lab, name) for name in KEYS]
     best = max(each, key=sum)
     gain, n = shares(mine, best), len(mine)
     alone = ", ".join(f"{sum(its) / n:.0%}" for its in each)
-    return Tried(gain.low > 0, f"{sum(mine) / n:.0%} of all facts, alone {alone}; {gain.text(True)}")
+    return AttemptOutcome(gain.low > 0, f"{sum(mine) / n:.0%} of all facts, alone {alone}; {gain.text(True)}")
 
 
-def facts_lost(lab: Lab) -> Tried:
+def facts_lost(lab: Lab) -> AttemptOutcome:
     """The same with the caches of other prompts."""
     mine, strangers = (said(lab, RECEIVER, each) for each in (fused(lab), Strangers(fused(lab))))
     gain = shares(mine, strangers)
-    return Tried(gain.low > 0, f"{sum(strangers) / len(mine):.0%} of all facts; {gain.text(True)}")
+    return AttemptOutcome(gain.low > 0, f"{sum(strangers) / len(mine):.0%} of all facts; {gain.text(True)}")
 
 
 SYSTEM = System(
@@ -167,7 +167,7 @@ SYSTEM = System(
                 "a fuser of width 1,024, trained on 500,000 conversations", "multiple choice"),
     method=METHOD,
     baseline=ALONE,
-    control=Setting(objects={"decode": Shuffled(C2C())}),
+    control=Setting(objects={"decode": PermutedSharer(C2C())}),
     control_is="the same fuser over the sharer's rows in an order drawn at random",
     load=loads.lone(PROMPT, NEW),
     missing=("models with different tokenizers", "text sent from one to the other"),

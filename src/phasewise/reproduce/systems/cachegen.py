@@ -19,7 +19,18 @@ from phasewise.options import parse
 from phasewise.reproduce import loads
 from phasewise.reproduce.controls import Coarse
 from phasewise.reproduce.lab import Lab
-from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Quality, Saving, Setting, System, Timing, Tried
+from phasewise.reproduce.system import (
+    Attempt,
+    AttemptOutcome,
+    Case,
+    Counter,
+    Paper,
+    Quality,
+    Saving,
+    Setting,
+    System,
+    Timing,
+)
 from phasewise.reproduce.systems import _blocks as blocks
 from phasewise.request.params import Params
 from phasewise.request.request import Request
@@ -61,7 +72,7 @@ def steps(at: int, count: int) -> int:
 
 
 @torch.inference_mode()
-def off(lab: Lab) -> Tried:
+def off(lab: Lab) -> AttemptOutcome:
     """The error of numbers that arrive, in half steps of their row."""
     worst = 0.0
     for before, after, _ in sent(lab):
@@ -70,11 +81,11 @@ def off(lab: Lab) -> Tried:
             half = x.abs().amax(-1, keepdim=True) / (2 * steps(at, len(rows)))
             kept = ROUNDING * (x.abs().amax(-1, keepdim=True) + half)
             worst = max(worst, float((((x - y).abs() - kept) / half).max()))
-    return Tried(0 < worst <= 1, f"{worst:.3f} half steps")
+    return AttemptOutcome(0 < worst <= 1, f"{worst:.3f} half steps")
 
 
 @torch.inference_mode()
-def coded(lab: Lab) -> Tried:
+def coded(lab: Lab) -> AttemptOutcome:
     """Bytes against the entropy of the symbols per layer and channel, and as one histogram for all."""
     n_bytes = numbers = rows = 0
     apart, together = 0.0, np.zeros(256)
@@ -89,7 +100,7 @@ def coded(lab: Lab) -> Tried:
         numbers, n_bytes = numbers + sum(x.numel() for x in every), n_bytes + taken
     low, high = (8 * (size + rows) / numbers for size in (apart, bits(together) / 8))
     mine = 8 * n_bytes / numbers
-    return Tried(low <= mine < high, f"{mine:.3f} bits, between {low:.3f} and {high:.3f}")
+    return AttemptOutcome(low <= mine < high, f"{mine:.3f} bits, between {low:.3f} and {high:.3f}")
 
 
 def bits(counts: np.ndarray) -> float:
@@ -98,7 +109,7 @@ def bits(counts: np.ndarray) -> float:
     return float(-(there * np.log2(there / there.sum())).sum())
 
 
-def ladder(lab: Lab) -> Tried:
+def ladder(lab: Lab) -> AttemptOutcome:
     """Code behind prompts that came at each level, against prompts that came as they are.
 
     A token's loss may fall as well as rise, so it is the mean of how far tokens' losses go that tells levels apart;
@@ -112,7 +123,7 @@ def ladder(lab: Lab) -> Tried:
     further = all(fine < coarse for fine, coarse in pairwise(off))
     falls = any(means(coarse, fine).high < 0 for fine, coarse in pairwise([plain, *found]))
     said = ", ".join(f"{far:.4f} (mean {loss:+.4f})" for far, loss in zip(off[1:], more))
-    return Tried(further and not falls and abs(more[0]) <= CLOSE, said)
+    return AttemptOutcome(further and not falls and abs(more[0]) <= CLOSE, said)
 
 
 SYSTEM = System(

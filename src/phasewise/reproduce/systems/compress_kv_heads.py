@@ -6,8 +6,8 @@ from phasewise.bench.stats import means, shares
 from phasewise.reproduce import loads
 from phasewise.reproduce.answers import losses, right
 from phasewise.reproduce.lab import Lab
-from phasewise.reproduce.play import Run
-from phasewise.reproduce.system import Attempt, Counter, Paper, Quality, Saving, Setting, System, Timing, Tried
+from phasewise.reproduce.play import PlayedRun
+from phasewise.reproduce.system import Attempt, AttemptOutcome, Counter, Paper, Quality, Saving, Setting, System, Timing
 
 JOINED, NEW = 2, 32  # heads that became one; tokens
 EXAMPLES, WINDOW = 48, 256
@@ -15,7 +15,7 @@ TASKS = ("copy", "json", "recall@256")
 CACHES, WEIGHTS, MEAN = (Setting(model=f"pocket-1kv-{by}") for by in ("caches", "weights", "mean"))
 
 
-def last(run: Run) -> int:
+def last(run: PlayedRun) -> int:
     """KV bytes before the last token."""
     return run.steps[-2].kv
 
@@ -27,11 +27,11 @@ def words(other: Setting) -> str:
 def on_tasks(other: Setting) -> Attempt:
     """Right answers before any training."""
 
-    def run(lab: Lab) -> Tried:
+    def run(lab: Lab) -> AttemptOutcome:
         n = lab.scale.examples or (6 if lab.scale.quick else EXAMPLES)
         ours, theirs = ([g for task in TASKS for g in right(lab, who, task, n)] for who in (CACHES, other))
         lead = shares(ours, theirs)
-        return Tried(lead.low > 0, f"{lead.text(True)} of {lead.n} ({', '.join(TASKS)})")
+        return AttemptOutcome(lead.low > 0, f"{lead.text(True)} of {lead.n} ({', '.join(TASKS)})")
 
     return Attempt("control", f"right answers before training, less those of {words(other)}", "all of it above 0", run)
 
@@ -39,12 +39,12 @@ def on_tasks(other: Setting) -> Attempt:
 def on_code(other: Setting) -> Attempt:
     """Code loss before any training: what the caches use, against another way to choose directions."""
 
-    def run(lab: Lab) -> Tried:
+    def run(lab: Lab) -> AttemptOutcome:
         code = Quality(("code",), 0.0, EXAMPLES, window=WINDOW)
         n = lab.scale.examples or (6 if lab.scale.quick else EXAMPLES)
         ours, theirs = (losses(lab, setting, code, n) for setting in (CACHES, other))
         lead = means(ours, theirs)
-        return Tried(lead.low > 0, f"{lead.text(False)} per token of {n} stretches of code")
+        return AttemptOutcome(lead.low > 0, f"{lead.text(False)} per token of {n} stretches of code")
 
     what = f"likelihood of code before training, less that of {words(other)}"
     return Attempt("control", what, "all of it above 0", run)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from phasewise.reproduce import loads
-from phasewise.reproduce.play import Run
+from phasewise.reproduce.play import PlayedRun
 from phasewise.reproduce.system import Case, Counter, Paper, Quality, Saving, Setting, System, Timing
 
 CHANNELS, K, DENSE, NEW = 8, 96, 2, 40
 KNOBS = f"channels={CHANNELS}.0,k={K},dense_layers={DENSE}"
 
 
-def read(case: Case, run: Run) -> int:
+def read(case: Case, run: PlayedRun) -> int:
     """KV bytes of the decoded tokens."""
     return sum(step.read for step in run.decoding)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from phasewise.reproduce import loads
-from phasewise.reproduce.play import Entry, Run
+from phasewise.reproduce.play import LoadEntry, PlayedRun
 from phasewise.reproduce.system import Case, Counter, Paper, Saving, Setting, System, Timing
-from phasewise.reproduce.workload import Asked
+from phasewise.reproduce.workload import PromptSource
 
 NODES, DEPTH, WIDTHS = 30, 8, "2x2x2x2"
 THETA = 1e-6  # worth of a guess, below which it is left out: as good as none is
@@ -19,14 +19,14 @@ def fixed(model: str = "pocket-draft") -> Setting:
     return Setting({"draft": f"rsd:model={model},beam=0,widths={WIDTHS}"}, most=1)
 
 
-def passes(case: Case, run: Run) -> float:
+def passes(case: Case, run: PlayedRun) -> float:
     """Per token."""
     return run.work.forwards / run.work.emitted
 
 
-def writing(asked: Asked) -> list[Entry]:
+def writing(asked: PromptSource) -> list[LoadEntry]:
     """Code that nobody was trained on, to go on with."""
-    return [Entry(asked.code(64), asked.size(64, 24)) for _ in range(asked.size(16, 3))]
+    return [LoadEntry(asked.code(64), asked.size(64, 24)) for _ in range(asked.size(16, 3))]
 
 
 SYSTEM = System(

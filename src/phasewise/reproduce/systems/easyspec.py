@@ -6,8 +6,8 @@ import math
 
 from phasewise.reproduce import loads
 from phasewise.reproduce.lab import Lab
-from phasewise.reproduce.play import Run
-from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Saving, Setting, System, Timing, Tried
+from phasewise.reproduce.play import PlayedRun
+from phasewise.reproduce.system import Attempt, AttemptOutcome, Case, Counter, Paper, Saving, Setting, System, Timing
 
 K, GROUP = 4, 4
 LOAD = loads.answering("json", "arithmetic", "list", n=8)
@@ -15,12 +15,12 @@ METHOD = Setting({"draft": f"easyspec:model=pocket,k={K},group={GROUP}"}, most=1
 EXACT = Setting({"draft": f"draft_model:model=pocket,k={K}"}, most=1)
 
 
-def passes(case: Case, run: Run) -> float:
+def passes(case: Case, run: PlayedRun) -> float:
     """Per token."""
     return run.work.forwards / run.work.emitted
 
 
-def refused(case: Case, run: Run) -> float:
+def refused(case: Case, run: PlayedRun) -> float:
     """The share of guesses."""
     return 1 - run.work.accepted / run.work.drafted
 
@@ -41,14 +41,14 @@ def waiting(case: Case) -> int:
     return layers * len(rounds) + (2 + math.ceil((layers - 2) / GROUP)) * (sum(rounds) - len(rounds))
 
 
-def shallower(lab: Lab) -> Tried:
+def shallower(lab: Lab) -> AttemptOutcome:
     """Against the same draft model as it is: attentions in a row, and accepted guesses."""
     entries = LOAD(lab.asked("pocket"))
     ours, theirs = (lab.play(setting, entries, "pocket", "float32").work for setting in (METHOD, EXACT))
     depth, exact = ours.draft_depth / ours.drafted, theirs.draft_depth / theirs.drafted
     lost = 1 - (ours.accepted / ours.drafted) / (theirs.accepted / theirs.drafted)
     measured = f"{depth:.3g} instead of {exact:.3g} ({exact / depth:.2f} times less), {lost:.1%} fewer accepted"
-    return Tried(exact >= 1.5 * depth and lost <= 0.07, measured)
+    return AttemptOutcome(exact >= 1.5 * depth and lost <= 0.07, measured)
 
 
 SYSTEM = System(

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from phasewise.reproduce import loads
 from phasewise.reproduce.controls import OneChunk
-from phasewise.reproduce.play import Entry, Run
+from phasewise.reproduce.play import LoadEntry, PlayedRun
 from phasewise.reproduce.system import Case, Counter, Paper, Saving, Setting, System, Timing
-from phasewise.reproduce.workload import Asked
+from phasewise.reproduce.workload import PromptSource
 
 BUDGET = 128
 
 
-def worked(asked: Asked) -> list[Entry]:
+def worked(asked: PromptSource) -> list[LoadEntry]:
     """The card's trace: three streams, then prompts of 10, 7 and 20 tokens."""
-    return [Entry(asked.random(2), 12) for _ in range(3)] + [Entry(asked.random(n), 6, after=2) for n in (10, 7, 20)]
+    return [LoadEntry(asked.random(2), 12) for _ in range(3)] + [
+        LoadEntry(asked.random(n), 6, after=2) for n in (10, 7, 20)
+    ]
 
 
-def unfilled(case: Case, run: Run) -> float:
+def unfilled(case: Case, run: PlayedRun) -> float:
     """Rows that a step had room for and somebody wanted, over all steps."""
     return sum(max(0, min(BUDGET, step.wanted) - step.rows) for step in run.steps)
 

@@ -10,7 +10,18 @@ from phasewise.methods.store._grouped import Grouped
 from phasewise.reproduce import loads
 from phasewise.reproduce.controls import Elsewhere
 from phasewise.reproduce.lab import Lab
-from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Quality, Saving, Setting, System, Timing, Tried
+from phasewise.reproduce.system import (
+    Attempt,
+    AttemptOutcome,
+    Case,
+    Counter,
+    Paper,
+    Quality,
+    Saving,
+    Setting,
+    System,
+    Timing,
+)
 from phasewise.reproduce.systems import _blocks as blocks
 
 BITS, GROUP, BLOCK, RANK, SPARSE, NEW = 2, 64, 64, 4, 0.02, 40
@@ -34,20 +45,22 @@ def bits(case: Case) -> tuple[float, float]:
     return keys, values
 
 
-def order(lab: Lab) -> Tried:
+def order(lab: Lab) -> AttemptOutcome:
     """Each part brings the rows of a prompt nearer to what they were."""
     rows = blocks.rows_of_a_prompt(lab)
     codecs = (Grouped(BITS, GROUP, CUTS), codec(sparse=0), codec())
     off = [statistics.fmean(blocks.errors(rows, each)) for each in codecs]
     said = ", ".join(f"{share:.3f}" for share in off)
-    return Tried(off[0] > off[1] > off[2], f"{said} of their norm: bits alone, with the product, with outliers apart")
+    return AttemptOutcome(
+        off[0] > off[1] > off[2], f"{said} of their norm: bits alone, with the product, with outliers apart"
+    )
 
 
-def finer(lab: Lab) -> Tried:
+def finer(lab: Lab) -> AttemptOutcome:
     """Loss with four bits over that with rows as they are."""
     four = Setting({"store": f"gear:bits=4,group={GROUP},block={BLOCK},rank={RANK},sparse={SPARSE}"})
     more = blocks.loss(lab, four) - blocks.loss(lab, Setting())
-    return Tried(more <= CLOSE, f"{more:+.4f} nats per token")
+    return AttemptOutcome(more <= CLOSE, f"{more:+.4f} nats per token")
 
 
 SYSTEM = System(

@@ -10,9 +10,20 @@ from phasewise.engine.assembly import kv_shapes
 from phasewise.kv.buffer import Raw, entry_bytes
 from phasewise.reproduce import loads
 from phasewise.reproduce.lab import Lab
-from phasewise.reproduce.play import Entry, Run, ask
-from phasewise.reproduce.system import Attempt, Case, Counter, Load, Paper, Saving, Setting, System, Timing, Tried
-from phasewise.reproduce.workload import Asked
+from phasewise.reproduce.play import LoadEntry, PlayedRun, ask
+from phasewise.reproduce.system import (
+    Attempt,
+    AttemptOutcome,
+    Case,
+    Counter,
+    Load,
+    Paper,
+    Saving,
+    Setting,
+    System,
+    Timing,
+)
+from phasewise.reproduce.workload import PromptSource
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 
@@ -22,12 +33,13 @@ BATCH, OWN, PREFIX = 16, 32, 1024
 def family(prefix: int, common: bool = True) -> Load:
     """Requests whose prompts begin alike, or, without anything in common, as long ones."""
 
-    def load(asked: Asked) -> list[Entry]:
+    def load(asked: PromptSource) -> list[LoadEntry]:
         length = asked.size(prefix, 128)
         shared = asked.code(length)
         beginnings = [shared if common else asked.code(length) for _ in range(BATCH)]
         return [
-            Entry(beginning + asked.code(OWN), asked.size(64, 16), shared=length * common) for beginning in beginnings
+            LoadEntry(beginning + asked.code(OWN), asked.size(64, 16), shared=length * common)
+            for beginning in beginnings
         ]
 
     return load
@@ -44,7 +56,7 @@ def traffic(case: Case) -> int:
     return sum(shared + BATCH * (OWN + j) for j in range(1, steps + 1)) * case.row_bytes
 
 
-def per_token(case: Case, run: Run) -> float:
+def per_token(case: Case, run: PlayedRun) -> float:
     return run.work.kv_bytes_read / run.work.emitted
 
 
@@ -62,7 +74,7 @@ def holders(requests: list[Request], rows: int) -> Iterator[list[Tensor]]:
         yield [plane[:, :rows] for slab in slabs for plane in slab.buffer.planes]
 
 
-def held(lab: Lab, setting: Setting = ON) -> Tried:
+def held(lab: Lab, setting: Setting = ON) -> AttemptOutcome:
     """Bytes of the common rows while all decode, of tensors that lie apart."""
     entries = family(PREFIX)(lab.asked("pocket"))
     requests = [Request(entry.prompt, Params(max_tokens=64, ignore_eos=True)) for entry in entries]
@@ -81,7 +93,7 @@ def held(lab: Lab, setting: Setting = ON) -> Tried:
     once = rows * sum(entry_bytes(Raw(), shape) * shape.heads for shape in shapes)
     wanted, found = (1 + BATCH) * once, sum(apart.values())
     said = f"{found:,}, {found / once:g} times what the paper's one copy takes"
-    return Tried(found == wanted, said)
+    return AttemptOutcome(found == wanted, said)
 
 
 SYSTEM = System(

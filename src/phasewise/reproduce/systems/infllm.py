@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from phasewise.methods.attend.infllm import BlockMeans, InfLLM
 from phasewise.reproduce import loads
-from phasewise.reproduce.play import Run
+from phasewise.reproduce.play import PlayedRun
 from phasewise.reproduce.selected import RandomBlocks
 from phasewise.reproduce.system import Case, Counter, Paper, Quality, Saving, Setting, System, Timing
 
@@ -13,7 +13,7 @@ KNOBS = f"block={BLOCK},init={INIT},window={WINDOW},topk={TOPK},dense_len={LEAST
 METHOD, MEANS = InfLLM(BLOCK, INIT, WINDOW, TOPK, LEAST), BlockMeans(BLOCK)
 
 
-def read(case: Case, run: Run) -> int:
+def read(case: Case, run: PlayedRun) -> int:
     """KV bytes of the decoded tokens but the first, which has the means of the prompt's last rows to make."""
     return sum(step.read for step in run.decoding[1:])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from phasewise.methods.attend.instinfer import InstInfer
 from phasewise.reproduce import loads
-from phasewise.reproduce.play import Run
+from phasewise.reproduce.play import PlayedRun
 from phasewise.reproduce.selected import RandomKept
 from phasewise.reproduce.system import Case, Counter, Paper, Quality, Saving, Setting, System, Timing
 from phasewise.step.plan import share
@@ -13,7 +13,7 @@ R, SHARE, GROUP, NEW = 8, 0.125, 16, 40
 KNOBS = f"r={R}.0,k={SHARE}"
 
 
-def read(case: Case, run: Run) -> int:
+def read(case: Case, run: PlayedRun) -> int:
     """KV bytes of the decoded tokens."""
     return sum(step.read for step in run.decoding)
 

@@ -13,7 +13,7 @@ from phasewise.reproduce import loads
 from phasewise.reproduce.controls import Control, Swapped
 from phasewise.reproduce.lab import Lab
 from phasewise.reproduce.stranger import lead
-from phasewise.reproduce.system import Attempt, Counter, Paper, Quality, Saving, Setting, System, Timing, Tried
+from phasewise.reproduce.system import Attempt, AttemptOutcome, Counter, Paper, Quality, Saving, Setting, System, Timing
 from phasewise.reproduce.systems import _blocks as blocks
 from phasewise.reproduce.workload import STRANGER
 from phasewise.verbs.store import Storing
@@ -39,25 +39,25 @@ class InBits(Control, Storing):
         return Grouped(self.bits, GROUP, CUTS)
 
 
-def axes(lab: Lab, model: str = "pocket") -> Tried:
+def axes(lab: Lab, model: str = "pocket") -> AttemptOutcome:
     """The same rows with the axes as they are, and swapped."""
     rows = blocks.rows_of_a_prompt(lab, model=model)
     keys, _ = blocks.errors(rows, Grouped(BITS, GROUP, CUTS))
     swapped, _ = blocks.errors(rows, Grouped(BITS, GROUP, CUTS[::-1], (False, True)))
-    return Tried(swapped > WORSE * keys, f"{swapped:.3f} of their norm by token, {keys:.3f} by channel")
+    return AttemptOutcome(swapped > WORSE * keys, f"{swapped:.3f} of their norm by token, {keys:.3f} by channel")
 
 
-def finer(lab: Lab) -> Tried:
+def finer(lab: Lab) -> AttemptOutcome:
     """Loss with four bits over that with rows as they are."""
     four = Setting({"store": f"kivi:bits=4,group={GROUP},residual={RESIDUAL}"})
     more = blocks.loss(lab, four) - blocks.loss(lab, Setting())
-    return Tried(more <= CLOSE, f"{more:+.4f} nats per token")
+    return AttemptOutcome(more <= CLOSE, f"{more:+.4f} nats per token")
 
 
-def choices(lab: Lab, bits: int = 8) -> Tried:
+def choices(lab: Lab, bits: int = 8) -> AttemptOutcome:
     """Greedy choices that are those of rows as they are, in as many bits as leave hardly any rounding."""
     share = blocks.alike(lab, Setting(objects={"store": InBits(bits)}), STRETCHES)
-    return Tried(share > ALIKE, f"{share:.2%}")
+    return AttemptOutcome(share > ALIKE, f"{share:.2%}")
 
 
 SYSTEM = System(

@@ -12,8 +12,19 @@ from phasewise.model.lowrank import shapes
 from phasewise.reproduce import loads
 from phasewise.reproduce.answers import losses, right
 from phasewise.reproduce.lab import Lab
-from phasewise.reproduce.play import Run
-from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Quality, Saving, Setting, System, Timing, Tried
+from phasewise.reproduce.play import PlayedRun
+from phasewise.reproduce.system import (
+    Attempt,
+    AttemptOutcome,
+    Case,
+    Counter,
+    Paper,
+    Quality,
+    Saving,
+    Setting,
+    System,
+    Timing,
+)
 
 PROMPT, NEW = 1024, 8
 AUX = KVPrediction().model
@@ -37,23 +48,23 @@ def products(config: ModelConfig, aux: ModelConfig, computed: int, predicted: in
     return computed * row_work(config) + predicted * (row_work(aux) + maps)
 
 
-def work(case: Case, run: Run) -> int:
+def work(case: Case, run: PlayedRun) -> int:
     return products(case.config, config_of(AUX), run.work.prompt_rows, run.work.recalled)
 
 
-def less_loss(lab: Lab) -> Tried:
+def less_loss(lab: Lab) -> AttemptOutcome:
     """A smaller loss behind a prompt than the auxiliary has by itself, in whose time to the first token it comes."""
     n = min(lab.scale.examples or CODE.examples, 4 if lab.scale.quick else CODE.examples)
     gain = means(*(losses(lab, each, CODE, n) for each in (METHOD, ALONE)))
-    return Tried(gain.low > 0, f"log-likelihood {gain.text(False)}")
+    return AttemptOutcome(gain.low > 0, f"log-likelihood {gain.text(False)}")
 
 
-def more_answers(lab: Lab) -> Tried:
+def more_answers(lab: Lab) -> AttemptOutcome:
     """More right answers than the auxiliary gives by itself."""
     n = min(lab.scale.examples or EACH, 6 if lab.scale.quick else EACH)
     mine, alone = ([g for task in TASKS for g in right(lab, each, task, n)] for each in (METHOD, ALONE))
     gain = shares(mine, alone)
-    return Tried(gain.low > 0, gain.text(True))
+    return AttemptOutcome(gain.low > 0, gain.text(True))
 
 
 SYSTEM = System(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from phasewise.reproduce import loads
 from phasewise.reproduce.controls import CutTwice
 from phasewise.reproduce.lab import Lab
-from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Saving, Setting, System, Timing, Tried
+from phasewise.reproduce.system import Attempt, AttemptOutcome, Case, Counter, Paper, Saving, Setting, System, Timing
 
 GROUP, LENGTH = 64, 512
 CHUNKS = Setting({"schedule": f"sarathi:budget={GROUP}"})
@@ -22,14 +22,14 @@ def groups(case: Case) -> int:
     return min(1 << (wanted - 1).bit_length(), case.config.layers)
 
 
-def once(lab: Lab) -> Tried:
+def once(lab: Lab) -> AttemptOutcome:
     """A prompt in groups of layers against one pass of the whole prompt."""
     entries = loads.lone(LENGTH, 1)(lab.asked("random-experts"))
     grouped, whole = (
         lab.play(Setting({"schedule": schedule}), entries, "random-experts", "float32").work.expert_loads
         for schedule in (f"layered:rows_per_group={GROUP}", "prefill_first")
     )
-    return Tried(grouped == whole, f"{grouped} and {whole}")
+    return AttemptOutcome(grouped == whole, f"{grouped} and {whole}")
 
 
 SYSTEM = System(

@@ -9,7 +9,18 @@ from phasewise.reproduce.answers import right
 from phasewise.reproduce.controls import RandomNeeds
 from phasewise.reproduce.conversations import seconds
 from phasewise.reproduce.lab import Lab
-from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Quality, Saving, Setting, System, Timing, Tried
+from phasewise.reproduce.system import (
+    Attempt,
+    AttemptOutcome,
+    Case,
+    Counter,
+    Paper,
+    Quality,
+    Saving,
+    Setting,
+    System,
+    Timing,
+)
 
 METHOD = LazyLLM(keep=0.1, start=0.125)
 KNOBS = f"lazyllm:keep={METHOD.keep},start={METHOD.start}"
@@ -31,7 +42,7 @@ def first(case: Case) -> int:
     return pairs(METHOD, loads.prompt_rows(case), case.config.layers)
 
 
-def over_pairs(lab: Lab) -> Tried:
+def over_pairs(lab: Lab) -> AttemptOutcome:
     """Recall at several settings, by the share of a prompt's (row, layer) pairs that they run."""
     n, layers = lab.scale.examples or (6 if lab.scale.quick else 40), lab.model("pocket").config.layers
     said = list[str]()
@@ -40,16 +51,16 @@ def over_pairs(lab: Lab) -> Tried:
         setting = Setting({"skip": f"lazyllm:keep={each.keep},start={each.start},stages={each.stages}"})
         found.append(sum(right(lab, setting, "recall@1k", n)) / n)
         said.append(f"{found[-1]:.0%} with {pairs(each, 1000, layers) / 1000 / layers:.0%}")
-    return Tried(found[-1] >= found[0], f"{', '.join(said)}, of {n}")
+    return AttemptOutcome(found[-1] >= found[0], f"{', '.join(said)}, of {n}")
 
 
-def with_and_without(lab: Lab) -> Tried:
+def with_and_without(lab: Lab) -> AttemptOutcome:
     """Second questions with revival, less without it."""
     n = lab.scale.examples or (6 if lab.scale.quick else 60)
     found = {name: seconds(lab, each, n) for name, each in (("dense", Setting()), ("with", ON), ("without", STATIC))}
     lead = shares(found["with"], found["without"])
     words = ", ".join(f"{name} {sum(grades) / n:.0%}" for name, grades in found.items())
-    return Tried(lead.low > 0, f"{lead.text(True)} ({words}, of {n})")
+    return AttemptOutcome(lead.low > 0, f"{lead.text(True)} ({words}, of {n})")
 
 
 SYSTEM = System(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from phasewise.methods.evict._windows import EVERY
 from phasewise.methods.evict.longgen import LongGen
 from phasewise.reproduce import loads
-from phasewise.reproduce.play import Run
+from phasewise.reproduce.play import PlayedRun
 from phasewise.reproduce.system import Case, Counter, Paper, Quality, Saving, Setting, System, Timing
 
 NEW = 40
@@ -27,7 +27,7 @@ def rows(case: Case, tokens: int) -> int:
     return (case.config.layers - narrow(case)) * tokens + narrow(case) * held
 
 
-def last(run: Run) -> int:
+def last(run: PlayedRun) -> int:
     """KV bytes before the last token."""
     return run.steps[-2].kv
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from phasewise.reproduce import loads
-from phasewise.reproduce.play import Entry, Run
+from phasewise.reproduce.play import LoadEntry, PlayedRun
 from phasewise.reproduce.system import Case, Counter, Paper, Saving, Setting, System, Timing
-from phasewise.reproduce.workload import Asked
+from phasewise.reproduce.workload import PromptSource
 
 W, N, G = 7, 5, 7
 
 
-def passes(case: Case, run: Run) -> float:
+def passes(case: Case, run: PlayedRun) -> float:
     """Per token."""
     return run.work.forwards / run.work.emitted
 
 
-def writing(asked: Asked) -> list[Entry]:
+def writing(asked: PromptSource) -> list[LoadEntry]:
     """Held-out code to go on with, far enough for a window to fill."""
-    return [Entry(asked.code(64), asked.size(96, 32)) for _ in range(asked.size(16, 4))]
+    return [LoadEntry(asked.code(64), asked.size(96, 32)) for _ in range(asked.size(16, 4))]
 
 
 SYSTEM = System(

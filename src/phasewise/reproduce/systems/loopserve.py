@@ -16,8 +16,19 @@ from phasewise.reproduce.controls import Control
 from phasewise.reproduce.conversations import FEW, compared, in_turns, leading, number, seconds
 from phasewise.reproduce.lab import Lab
 from phasewise.reproduce.lines import RandomLines
-from phasewise.reproduce.play import Entry, play
-from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Quality, Saving, Setting, System, Timing, Tried
+from phasewise.reproduce.play import LoadEntry, play
+from phasewise.reproduce.system import (
+    Attempt,
+    AttemptOutcome,
+    Case,
+    Counter,
+    Paper,
+    Quality,
+    Saving,
+    Setting,
+    System,
+    Timing,
+)
 from phasewise.step.read import Read
 from phasewise.verbs.host import Host
 from phasewise.verbs.traits import Traits
@@ -44,7 +55,7 @@ def read(case: Case) -> int:
 
 
 @dataclass(frozen=True)
-class Watched(Control):
+class WatchedLoopServe(Control):
     """attend: LoopServe, which notes what share of a prompt's blocks its lines read, and of its attention they hold."""
 
     of: LoopServe
@@ -60,7 +71,7 @@ class Watched(Control):
 
 
 class _Watched(Looping):
-    def __init__(self, watched: Watched, config: ModelConfig) -> None:
+    def __init__(self, watched: WatchedLoopServe, config: ModelConfig) -> None:
         super().__init__(watched.of, config)
         self.watched = watched
 
@@ -73,39 +84,39 @@ class _Watched(Looping):
         return found
 
 
-def lines_hold(lab: Lab) -> Tried:
+def lines_hold(lab: Lab) -> AttemptOutcome:
     """Checks the share of attention that lines hold, over all rows of one prompt of code and not the sampled ones
     alone."""
-    watched = Watched(METHOD)
+    watched = WatchedLoopServe(METHOD)
     with lab.engine(Setting(), dtype="float32", attend=watched) as engine:
-        play(engine, [Entry(lab.asked("pocket").code(1000), 1)], watch=False)
+        play(engine, [LoadEntry(lab.asked("pocket").code(1000), 1)], watch=False)
     held, part = statistics.fmean(watched.held), statistics.fmean(watched.read)
     said = f"{held:.3f} of all attention, with {part:.0%} of the pairs, over {len(watched.held)} layers"
-    return Tried(held >= METHOD.alpha - 0.03 and part < 1, said)
+    return AttemptOutcome(held >= METHOD.alpha - 0.03 and part < 1, said)
 
 
-def second_questions(lab: Lab) -> Tried:
+def second_questions(lab: Lab) -> AttemptOutcome:
     """Against the same budget chosen once, by the prompt's end, or drawn at random, and against rows given up there."""
     losing = {"once a turn": ONCE, "random rows": OTHERS, "SnapKV": GIVEN_UP}
     return compared(lab, ON, losing, {"dense": Setting()})
 
 
-def second_kept(lab: Lab) -> Tried:
+def second_kept(lab: Lab) -> AttemptOutcome:
     """Against dense attention."""
     n = number(lab)
     found = [seconds(lab, each, n) for each in (ON, ALONE, Setting())]
     less, alone = (shares(mine, found[2]) for mine in found[:2])
-    return Tried(less.low > -0.1, f"{less.text(True)}; with dense prompts {alone.text(True)}")
+    return AttemptOutcome(less.low > -0.1, f"{less.text(True)}; with dense prompts {alone.text(True)}")
 
 
-def new_rows(lab: Lab) -> Tried:
+def new_rows(lab: Lab) -> AttemptOutcome:
     """Checks the rows that second questions run as requests of their own."""
     found = in_turns(lab, KEPT, min(FEW, number(lab)))
     said = f"{found.ran:,} rows for prompts of {found.tokens:,} tokens and their answers; by the form {found.new:,}"
-    return Tried(found.ran == found.new, said)
+    return AttemptOutcome(found.ran == found.new, said)
 
 
-def turns_kept(lab: Lab) -> Tried:
+def turns_kept(lab: Lab) -> AttemptOutcome:
     """Second questions as requests of their own over what the first has left; SnapKV's are written into the same
     request, for it leaves nothing that others could go on from."""
     n = number(lab)

@@ -8,7 +8,7 @@ from phasewise.bench import acceptance
 from phasewise.reproduce import loads, sampled
 from phasewise.reproduce.lab import Lab
 from phasewise.reproduce.sampled import draft, rounds
-from phasewise.reproduce.system import Attempt, Counter, Paper, Saving, Setting, System, Timing, Tried
+from phasewise.reproduce.system import Attempt, AttemptOutcome, Counter, Paper, Saving, Setting, System, Timing
 
 GUESSES, TEMPERATURE = 4, 0.6
 LOAD = sampled.writing(TEMPERATURE)
@@ -31,7 +31,7 @@ def rules(p: Tensor, q: Tensor) -> tuple[float, ...]:
     )  # fmt: skip
 
 
-def bounds(lab: Lab) -> Tried:
+def bounds(lab: Lab) -> AttemptOutcome:
     """On the models' own p and q, without drawing a number."""
     seen = sampled.watch(lab, draft("draft_model", k=1, branches=2, drawn="top_plus_one"), "rejection", rules, LOAD)
     chosen, distinct, independent, together, best, least = (sampled.mean(seen, form) for form in range(6))
@@ -40,7 +40,7 @@ def bounds(lab: Lab) -> Tried:
         f"without replacement {distinct:.2%} of {best:.2%}, with replacement {independent:.2%} (k_seq {together:.2%}) "
         f"of {least:.2%}, top and one {chosen:.2%}"
     )
-    return Tried(kept and distinct < best and independent <= together < least and chosen >= distinct, words)
+    return AttemptOutcome(kept and distinct < best and independent <= together < least and chosen >= distinct, words)
 
 
 SYSTEM = System(

@@ -10,9 +10,9 @@ import torch
 from phasewise.bench.rounds import order, ratio
 from phasewise.reproduce import loads
 from phasewise.reproduce.lab import Lab
-from phasewise.reproduce.play import Entry, Run, play
-from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Saving, Setting, System, Tried
-from phasewise.reproduce.workload import Asked
+from phasewise.reproduce.play import LoadEntry, PlayedRun, play
+from phasewise.reproduce.system import Attempt, AttemptOutcome, Case, Counter, Paper, Saving, Setting, System
+from phasewise.reproduce.workload import PromptSource
 
 K = 3
 LOAD = loads.answering("json", "arithmetic", "list", n=16)
@@ -22,12 +22,12 @@ def beside(model: str, where: str = "inline") -> Setting:
     return Setting({"draft": f"pearl:model={model},k={K},where={where}"}, most=1)
 
 
-def writing(asked: Asked) -> list[Entry]:
+def writing(asked: PromptSource) -> list[LoadEntry]:
     """Texts so long that how they begin and end is a small part of them."""
-    return [Entry(asked.code(64), asked.size(160, 96)) for _ in range(6)]
+    return [LoadEntry(asked.code(64), asked.size(160, 96)) for _ in range(6)]
 
 
-def passes(case: Case, run: Run) -> float:
+def passes(case: Case, run: PlayedRun) -> float:
     """Per token."""
     return run.work.forwards / run.work.emitted
 
@@ -49,7 +49,7 @@ def expected(case: Case) -> float:
     return float((1 / a + 1 / (1 - a)) / (1 / a + 1 / (1 - a**K)))
 
 
-def twins(lab: Lab) -> Tried:
+def twins(lab: Lab) -> AttemptOutcome:
     """The same load with the draft model in a process of its own."""
     found = []
     for where in ("inline", "process"):
@@ -58,18 +58,20 @@ def twins(lab: Lab) -> Tried:
     (outs, work), (other_outs, other_work) = found
     off = [name for name in work if work[name] != other_work[name]]
     words = "the same tokens" if outs == other_outs else "other tokens"
-    return Tried(outs == other_outs and not off, f"{words}, {', '.join(off) + ' off' if off else 'all counters equal'}")
+    return AttemptOutcome(
+        outs == other_outs and not off, f"{words}, {', '.join(off) + ' off' if off else 'all counters equal'}"
+    )
 
 
-def against_plain(lab: Lab) -> Tried:
+def against_plain(lab: Lab) -> AttemptOutcome:
     return _one_core_each(lab, Setting(most=1))
 
 
-def against_turns(lab: Lab) -> Tried:
+def against_turns(lab: Lab) -> AttemptOutcome:
     return _one_core_each(lab, Setting({"draft": f"draft_model:model=pocket-draft-wide,k={K}"}, most=1))
 
 
-def _one_core_each(lab: Lab, other: Setting) -> Tried:
+def _one_core_each(lab: Lab, other: Setting) -> AttemptOutcome:
     """Seconds per token of another setting over those of the method, models padded; a thread for each model."""
     settings = {"beside": beside("pocket-draft-wide", "process"), "other": other}
     threads = torch.get_num_threads()
@@ -88,10 +90,10 @@ def _one_core_each(lab: Lab, other: Setting) -> Tried:
     return _faster(seconds)
 
 
-def _faster(seconds: Mapping[str, Mapping[int, float]]) -> Tried:
+def _faster(seconds: Mapping[str, Mapping[int, float]]) -> AttemptOutcome:
     found = ratio(seconds["other"], seconds["beside"])
     assert found is not None
-    return Tried(found.low > 1, f"{found} times as fast in {found.n} rounds")
+    return AttemptOutcome(found.low > 1, f"{found} times as fast in {found.n} rounds")
 
 
 SYSTEM = System(

@@ -14,10 +14,11 @@ from phasewise.reproduce import loads
 from phasewise.reproduce.answers import edited
 from phasewise.reproduce.controls import Control
 from phasewise.reproduce.lab import Lab
-from phasewise.reproduce.play import Entry, Run
+from phasewise.reproduce.play import LoadEntry, PlayedRun
 from phasewise.reproduce.stranger import lead
 from phasewise.reproduce.system import (
     Attempt,
+    AttemptOutcome,
     Counter,
     Load,
     Paper,
@@ -26,9 +27,8 @@ from phasewise.reproduce.system import (
     Setting,
     System,
     Timing,
-    Tried,
 )
-from phasewise.reproduce.workload import STRANGER, Asked
+from phasewise.reproduce.workload import STRANGER, PromptSource
 from phasewise.verbs.host import Host
 from phasewise.verbs.traits import Traits
 
@@ -61,38 +61,38 @@ class _Unturned(Editing):
 def edits(*at: float) -> Load:
     """A text, and then the same with some tokens instead of fewer others, at these places."""
 
-    def load(asked: Asked) -> list[Entry]:
+    def load(asked: PromptSource) -> list[LoadEntry]:
         length = asked.size(LENGTH, 256)
         text, now, last = asked.code(length), list[int](), 0
         for place in (int(length * share) for share in at):
             now += text[last:place] + asked.code(FRESH)
             last = place + GONE
-        return [Entry(text, 1), Entry(now + text[last:], NEW, after=1, edits=0)]
+        return [LoadEntry(text, 1), LoadEntry(now + text[last:], NEW, after=1, edits=0)]
 
     return load
 
 
-def rows(run: Run) -> int:
+def rows(run: PlayedRun) -> int:
     """Rows run for the edited text."""
     return run.work.rows - len(run.entries[0].prompt)
 
 
-def turns_back(lab: Lab) -> Tried:
+def turns_back(lab: Lab) -> AttemptOutcome:
     """Keys turned there and back again, in float32: how far they are from what they were."""
     model = lab.model("pocket", "float32")
     gen = torch.Generator().manual_seed(lab.scale.seed)
     k = torch.randn(model.config.kv_heads, 64, model.config.head_dim, generator=gen)
     off = max(float((model.rotate(i, model.rotate(i, k, -700), 700) - k).abs().max()) for i in (0, 1))
-    return Tried(off < 1e-4, f"at most {off:.1e} off")
+    return AttemptOutcome(off < 1e-4, f"at most {off:.1e} off")
 
 
-def with_repair(lab: Lab) -> Tried:
+def with_repair(lab: Lab) -> AttemptOutcome:
     """Loss behind an edit when more of what follows it is computed again, less that of a recomputed text."""
     n = lab.scale.examples or (6 if lab.scale.quick else CODE.examples)
     dense = edited(lab, BASELINE, CODE, n)
     found = [means(edited(lab, Setting({"decode": f"pie:repair={c}"}), CODE, n), dense) for c in REPAIRS]
     said = ", ".join(f"repair={c}: {each.text(False)}" for c, each in zip(REPAIRS, found))
-    return Tried(_mean(found[-1].low, found[-1].high) >= _mean(found[0].low, found[0].high), said)
+    return AttemptOutcome(_mean(found[-1].low, found[-1].high) >= _mean(found[0].low, found[0].high), said)
 
 
 def _mean(*values: float) -> float:
@@ -103,7 +103,7 @@ def forms(*at: float) -> tuple[Counter, ...]:
     """Counters of edits at so many places."""
     words = "one edit" if len(at) == 1 else f"{len(at)} edits"
 
-    def kept(entries: Sequence[Entry]) -> int:
+    def kept(entries: Sequence[LoadEntry]) -> int:
         return len(entries[1].prompt) - len(at) * FRESH - 1
 
     return (

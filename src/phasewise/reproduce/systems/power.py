@@ -10,8 +10,19 @@ from phasewise.methods.attend.power import Power
 from phasewise.reproduce import loads
 from phasewise.reproduce.answers import losses
 from phasewise.reproduce.lab import Lab
-from phasewise.reproduce.play import Run
-from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Quality, Saving, Setting, System, Timing, Tried
+from phasewise.reproduce.play import PlayedRun
+from phasewise.reproduce.system import (
+    Attempt,
+    AttemptOutcome,
+    Case,
+    Counter,
+    Paper,
+    Quality,
+    Saving,
+    Setting,
+    System,
+    Timing,
+)
 from phasewise.step.plan import Window
 
 NEW = 40
@@ -21,7 +32,7 @@ LONG = Quality(("code",), allowed=0.0, examples=48, window=2000, given=1872)
 DRAWN = Setting({"attend": "power:weights=random:0"})  # for the clock, which does not care what was learned
 
 
-def read(case: Case, run: Run) -> int:
+def read(case: Case, run: PlayedRun) -> int:
     """KV bytes of the decoded tokens."""
     return sum(step.read for step in run.decoding)
 
@@ -46,21 +57,21 @@ def depth(mask: Tensor) -> int:
     return layers
 
 
-def hears(lab: Lab) -> Tried:
+def hears(lab: Lab) -> AttemptOutcome:
     """Checks that a row hears of all blocks of the context in fewer layers than with a window of as many blocks."""
     blocks = torch.arange(lab.model("pocket").config.max_positions // METHOD.block)
     own = Power(1, METHOD.window, METHOD.sinks).seen(blocks[:, None], blocks[None]).tril().float()
     degree = int(own.sum(1).max())
     window = Window(0, degree).seen(blocks[:, None], blocks[None]).tril().float()
     ours, theirs = depth(own), depth(window)
-    return Tried(ours < theirs, f"{ours}, with a window of as many blocks ({degree}) {theirs}")
+    return AttemptOutcome(ours < theirs, f"{ours}, with a window of as many blocks ({degree}) {theirs}")
 
 
-def trained(lab: Lab) -> Tried:
+def trained(lab: Lab) -> AttemptOutcome:
     """The gain of training where the mask leaves most of the text out: at the end of a whole context."""
     n = 2 if lab.scale.quick else lab.scale.examples or LONG.examples
     gain = means(*(losses(lab, each, LONG, n) for each in (ON, BARE)))
-    return Tried(gain.low > 0, f"log-likelihood {gain.text(False)}")
+    return AttemptOutcome(gain.low > 0, f"log-likelihood {gain.text(False)}")
 
 
 SYSTEM = System(

@@ -6,23 +6,23 @@ from phasewise.methods.decode.speculative import Speculative
 from phasewise.methods.verify.match import Match
 from phasewise.reproduce import loads
 from phasewise.reproduce.controls import RandomGuess
-from phasewise.reproduce.play import Entry, Run
+from phasewise.reproduce.play import LoadEntry, PlayedRun
 from phasewise.reproduce.system import Case, Counter, Paper, Saving, Setting, System, Timing
-from phasewise.reproduce.workload import Asked
+from phasewise.reproduce.workload import PromptSource
 
 K, VOCAB = 8, 4096
 METHOD = Setting({"draft": f"prompt_lookup:k={K}"}, most=1)
 
 
-def passes(case: Case, run: Run) -> float:
+def passes(case: Case, run: PlayedRun) -> float:
     """Per token."""
     return run.work.forwards / run.work.emitted
 
 
-def repeating(asked: Asked) -> list[Entry]:
+def repeating(asked: PromptSource) -> list[LoadEntry]:
     """A text of forty tokens of source, again and again: a model that copies goes on with it."""
     text = asked.code(40)
-    return [Entry(text * 6, 200)]
+    return [LoadEntry(text * 6, 200)]
 
 
 SYSTEM = System(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from phasewise.reproduce import loads
 from phasewise.reproduce.lab import Lab
-from phasewise.reproduce.play import Entry
-from phasewise.reproduce.system import Attempt, Counter, Paper, Quality, Saving, Setting, System, Timing, Tried
-from phasewise.reproduce.workload import Asked
+from phasewise.reproduce.play import LoadEntry
+from phasewise.reproduce.system import Attempt, AttemptOutcome, Counter, Paper, Quality, Saving, Setting, System, Timing
+from phasewise.reproduce.workload import PromptSource
 
 BLOCK, PROMPT, COUNT = 8, 17, 4  # rows of a block, of the prompt, and blocks to write
 
@@ -15,24 +15,24 @@ def blocks_of(selector: str) -> Setting:
     return Setting({"decode": f"block_diffusion:block={BLOCK},selector={selector}"})
 
 
-def lone(asked: Asked) -> list[Entry]:
+def lone(asked: PromptSource) -> list[LoadEntry]:
     """One request, whose first block to write holds the rest of its prompt."""
-    return [Entry(asked.code(PROMPT), BLOCK * COUNT - PROMPT % BLOCK)]
+    return [LoadEntry(asked.code(PROMPT), BLOCK * COUNT - PROMPT % BLOCK)]
 
 
-def several(asked: Asked) -> list[Entry]:
-    return [Entry(asked.code(33), asked.size(63, 15)) for _ in range(4)]
+def several(asked: PromptSource) -> list[LoadEntry]:
+    return [LoadEntry(asked.code(33), asked.size(63, 15)) for _ in range(4)]
 
 
 STATIC = blocks_of("static")
 NEVER, AT_ONCE = blocks_of("(prophet:early=1e9,middle=1e9,late=1e9)"), blocks_of("(prophet:early=-1,middle=-1,late=-1)")
 
 
-def never(lab: Lab) -> Tried:
+def never(lab: Lab) -> AttemptOutcome:
     """Thresholds that no gap reaches."""
     entries = lone(lab.asked("pocket"))
     same = lab.play(NEVER, entries, "pocket").outs == lab.play(STATIC, entries, "pocket").outs
-    return Tried(same, "the same tokens" if same else "other tokens")
+    return AttemptOutcome(same, "the same tokens" if same else "other tokens")
 
 
 SYSTEM = System(

@@ -5,9 +5,20 @@ from __future__ import annotations
 from phasewise.reproduce import loads
 from phasewise.reproduce.conversations import TOKENS, compared
 from phasewise.reproduce.lab import Lab
-from phasewise.reproduce.play import Run
+from phasewise.reproduce.play import PlayedRun
 from phasewise.reproduce.selected import RandomPages
-from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Quality, Saving, Setting, System, Timing, Tried
+from phasewise.reproduce.system import (
+    Attempt,
+    AttemptOutcome,
+    Case,
+    Counter,
+    Paper,
+    Quality,
+    Saving,
+    Setting,
+    System,
+    Timing,
+)
 
 PAGE, BUDGET, DENSE, NEW = 16, 128, 2, 40
 KNOBS = f"page={PAGE},budget={BUDGET},dense_layers={DENSE}"
@@ -16,7 +27,7 @@ EVERYWHERE = Setting({"attend": f"quest:page={PAGE},budget={TOKENS // 10},dense_
 EVICTED = Setting({"evict": "h2o:heavy=0.05,recent=0.05"})  # a tenth as well
 
 
-def read(case: Case, run: Run) -> int:
+def read(case: Case, run: PlayedRun) -> int:
     """KV bytes of the decoded tokens."""
     return sum(step.read for step in run.decoding)
 
@@ -35,7 +46,7 @@ def closed(case: Case) -> int:
     return total
 
 
-def later(lab: Lab) -> Tried:
+def later(lab: Lab) -> AttemptOutcome:
     """Second questions about a text: rows that the first one did not need are there, where H2O has given them up."""
     return compared(lab, TENTH, {"H2O": EVICTED}, {"dense": Setting(), "in all layers": EVERYWHERE})
 

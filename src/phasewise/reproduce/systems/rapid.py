@@ -16,8 +16,19 @@ from phasewise.methods.draft.rapid import Rapid
 from phasewise.methods.verify.transfer import Transfer
 from phasewise.reproduce import loads
 from phasewise.reproduce.lab import Lab
-from phasewise.reproduce.play import Run
-from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Quality, Saving, Setting, System, Timing, Tried
+from phasewise.reproduce.play import PlayedRun
+from phasewise.reproduce.system import (
+    Attempt,
+    AttemptOutcome,
+    Case,
+    Counter,
+    Paper,
+    Quality,
+    Saving,
+    Setting,
+    System,
+    Timing,
+)
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 
@@ -42,12 +53,12 @@ def _drawn(pieces: Pieces, query: list[int]) -> NDArray[np.float64]:
     return np.array([rng.random() for _ in pieces])
 
 
-def decoding(run: Run) -> int:
+def decoding(run: PlayedRun) -> int:
     """Passes after the prompts'."""
     return sum(step.streams > 0 for step in run.steps)
 
 
-def passes(case: Case, run: Run) -> float:
+def passes(case: Case, run: PlayedRun) -> float:
     """Per token after the first."""
     return decoding(run) / (run.work.emitted - len(run.entries))
 
@@ -64,9 +75,9 @@ def beside(lab: Lab, length: int) -> int:
     return most
 
 
-def flat(lab: Lab) -> Tried:
+def flat(lab: Lab) -> AttemptOutcome:
     found = [beside(lab, length) for length in LENGTHS]
-    return Tried(found[0] > 0 and len(set(found)) == 1, ", ".join(f"{each:,}" for each in found) + " bytes")
+    return AttemptOutcome(found[0] > 0 and len(set(found)) == 1, ", ".join(f"{each:,}" for each in found) + " bytes")
 
 
 SYSTEM = System(

@@ -15,9 +15,9 @@ from phasewise.methods.verify.match import Match
 from phasewise.reproduce import loads
 from phasewise.reproduce.controls import Control
 from phasewise.reproduce.lab import Lab
-from phasewise.reproduce.play import Entry, Run
-from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Saving, Setting, System, Timing, Tried
-from phasewise.reproduce.workload import Asked
+from phasewise.reproduce.play import LoadEntry, PlayedRun
+from phasewise.reproduce.system import Attempt, AttemptOutcome, Case, Counter, Paper, Saving, Setting, System, Timing
+from phasewise.reproduce.workload import PromptSource
 from phasewise.request.request import Request
 from phasewise.step.phase import Hidden
 from phasewise.step.span import Span
@@ -38,14 +38,14 @@ def fused(model: str = "pocket-draft", source: str = f"prompt_lookup:k={COPIED}"
     return Setting({"draft": f"rasd:base=({base(model)}),source=({source}),among={among}"}, most=1)
 
 
-def passes(case: Case, run: Run) -> float:
+def passes(case: Case, run: PlayedRun) -> float:
     """Per token."""
     return run.work.forwards / run.work.emitted
 
 
-def writing(asked: Asked) -> list[Entry]:
+def writing(asked: PromptSource) -> list[LoadEntry]:
     """Code that nobody was trained on, to go on with."""
-    return [Entry(asked.code(asked.size(256, 128)), asked.size(64, 32)) for _ in range(asked.size(16, 6))]
+    return [LoadEntry(asked.code(asked.size(256, 128)), asked.size(64, 32)) for _ in range(asked.size(16, 6))]
 
 
 # ---- round by round
@@ -61,7 +61,7 @@ class Round:
 
 
 @dataclass(frozen=True)
-class Watched(Control):
+class WatchedRasd(Control):
     """draft: RASD, and what its parents guessed held against what came."""
 
     rounds: list[Round] = field(default_factory=list, compare=False)
@@ -113,36 +113,36 @@ def _held(draft: Draft, said: Sequence[int]) -> int:
 
 
 def rounds(lab: Lab) -> list[Round]:
-    watched = Watched()
+    watched = WatchedRasd()
     lab.play(Setting(objects={"decode": Speculative(watched, Match())}, most=1), writing(lab.asked("pocket")), "pocket",
              "float32")  # fmt: skip
     return watched.rounds
 
 
-def union(lab: Lab) -> Tried:
+def union(lab: Lab) -> AttemptOutcome:
     """Round by round, on the same tokens."""
     found = rounds(lab)
     exact = sum(each.accepted == max(each.base, each.source) for each in found)
     better = [sum(each.base > each.source for each in found), sum(each.source > each.base for each in found)]
     words = f"{exact:,} of {len(found):,}; the draft model the better one in {better[0]:,}, the text in {better[1]:,}"
-    return Tried(exact == len(found) and all(better), words)
+    return AttemptOutcome(exact == len(found) and all(better), words)
 
 
-def concatenated(lab: Lab) -> Tried:
+def concatenated(lab: Lab) -> AttemptOutcome:
     """The same guesses without merging."""
     found = rounds(lab)
     less, more = (sum(way * (each.accepted - each.beside) > 0 for each in found) for way in (1, -1))
-    return Tried(less > 0 and not more, f"less in {less:,} of {len(found):,} rounds, more in {more:,}")
+    return AttemptOutcome(less > 0 and not more, f"less in {less:,} of {len(found):,} rounds, more in {more:,}")
 
 
-def pruned(lab: Lab) -> Tried:
+def pruned(lab: Lab) -> AttemptOutcome:
     """A datastore's guesses, all of them and those that the draft model finds likely to begin with."""
     every, likely = (
         lab.play(fused(source=f"retrieval:nodes={STORED}", among=among), writing(lab.asked("pocket")), "pocket").work
         for among in (0, AMONG)
     )
     rows, more = likely.drafted / every.drafted, likely.forwards / every.forwards
-    return Tried(rows <= 0.75 and more <= 1.05, f"{rows:.0%} of the guesses, {more:.1%} of the passes")
+    return AttemptOutcome(rows <= 0.75 and more <= 1.05, f"{rows:.0%} of the guesses, {more:.1%} of the passes")
 
 
 SYSTEM = System(

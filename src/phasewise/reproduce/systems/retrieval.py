@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from phasewise.reproduce import loads
-from phasewise.reproduce.play import Entry, Run
+from phasewise.reproduce.play import LoadEntry, PlayedRun
 from phasewise.reproduce.system import Case, Counter, Paper, Saving, Setting, System, Timing
-from phasewise.reproduce.workload import Asked
+from phasewise.reproduce.workload import PromptSource
 
 NODES = 16
 METHOD = Setting({"draft": f"retrieval:nodes={NODES}"}, most=1)
 
 
-def passes(case: Case, run: Run) -> float:
+def passes(case: Case, run: PlayedRun) -> float:
     """Per token."""
     return run.work.forwards / run.work.emitted
 
 
-def writing(asked: Asked) -> list[Entry]:
+def writing(asked: PromptSource) -> list[LoadEntry]:
     """Code of files that are in no datastore of the library, to go on with."""
-    return [Entry(asked.code(64), asked.size(64, 24)) for _ in range(asked.size(16, 6))]
+    return [LoadEntry(asked.code(64), asked.size(64, 24)) for _ in range(asked.size(16, 6))]
 
 
 SYSTEM = System(

@@ -9,7 +9,18 @@ from phasewise.reproduce import loads
 from phasewise.reproduce.answers import right
 from phasewise.reproduce.heads import OtherHeads
 from phasewise.reproduce.lab import Lab
-from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Quality, Saving, Setting, System, Timing, Tried
+from phasewise.reproduce.system import (
+    Attempt,
+    AttemptOutcome,
+    Case,
+    Counter,
+    Paper,
+    Quality,
+    Saving,
+    Setting,
+    System,
+    Timing,
+)
 
 METHOD = RLKV(share=0.5)
 ON = Setting({"evict": f"rlkv:share={METHOD.share}"})
@@ -30,7 +41,7 @@ def read(case: Case) -> int:
     return sum(held(case, rows) + case.row_bytes for rows in range(prompt, prompt + NEW - 1))
 
 
-def any_heads(lab: Lab) -> Tried:
+def any_heads(lab: Lab) -> AttemptOutcome:
     """Against as many heads drawn at random, several times; and with the window that the paper trained with."""
     n = lab.scale.examples or (6 if lab.scale.quick else 40)
 
@@ -42,7 +53,9 @@ def any_heads(lab: Lab) -> Tried:
     leads = shares(mine * DRAWS, [grade for each in others for grade in each])
     words = ", ".join(f"{sum(each) / len(each):.0%}" for each in others)
     own, far = (sum(each) / len(each) for each in (mine, wider))
-    return Tried(leads.low > 0, f"{leads.text(True)} ({own:.0%}; random {words}; with 128 + 256 rows {far:.0%})")
+    return AttemptOutcome(
+        leads.low > 0, f"{leads.text(True)} ({own:.0%}; random {words}; with 128 + 256 rows {far:.0%})"
+    )
 
 
 SYSTEM = System(

@@ -8,7 +8,7 @@ from phasewise.bench import acceptance
 from phasewise.reproduce import loads, sampled
 from phasewise.reproduce.lab import Lab
 from phasewise.reproduce.sampled import draft, rounds
-from phasewise.reproduce.system import Attempt, Counter, Paper, Saving, Setting, System, Timing, Tried
+from phasewise.reproduce.system import Attempt, AttemptOutcome, Counter, Paper, Saving, Setting, System, Timing
 
 BEAM, DEPTH, TEMPERATURE = 6, 4, 1.0
 LOAD = sampled.writing(TEMPERATURE)
@@ -26,13 +26,13 @@ def forms(p: Tensor, q: Tensor) -> tuple[float, ...]:
 PAIR = draft("rsd", beam=0, widths="2x1")
 
 
-def distinct(lab: Lab) -> Tried:
+def distinct(lab: Lab) -> AttemptOutcome:
     """Round by round, on the models' own p and q."""
     seen = sampled.watch(lab, PAIR, "rejection", forms, LOAD)
     ours, independent, one = (sampled.mean(seen, form) for form in range(3))
     never = all(each.forms[0] >= each.forms[1] - 1e-9 for each in seen)
     words = f"{ours:.2%} without replacement, {independent:.2%} with it, {one:.2%} of one guess"
-    return Tried(ours > independent > one, words + ("; nowhere less" if never else "; less in some rounds"))
+    return AttemptOutcome(ours > independent > one, words + ("; nowhere less" if never else "; less in some rounds"))
 
 
 SYSTEM = System(

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from phasewise.reproduce import loads
-from phasewise.reproduce.play import Entry
+from phasewise.reproduce.play import LoadEntry
 from phasewise.reproduce.system import Counter, Paper, Saving, Setting, System, Timing
-from phasewise.reproduce.workload import Asked
+from phasewise.reproduce.workload import PromptSource
 
 BUDGET, CHUNK, CHUNKS = 128, 16, 8
 CHUNKED = Setting({"schedule": f"sarathi:budget={CHUNK}"})
 
 
-def worked(asked: Asked) -> list[Entry]:
+def worked(asked: PromptSource) -> list[LoadEntry]:
     """The card's trace: three streams, then prompts of 13 and 4 tokens."""
-    return [Entry(asked.random(2), 12) for _ in range(3)] + [Entry(asked.random(n), 4, after=2) for n in (13, 4)]
+    return [LoadEntry(asked.random(2), 12) for _ in range(3)] + [
+        LoadEntry(asked.random(n), 4, after=2) for n in (13, 4)
+    ]
 
 
 SYSTEM = System(

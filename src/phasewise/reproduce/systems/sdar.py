@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from phasewise.reproduce import loads
 from phasewise.reproduce.lab import Lab
-from phasewise.reproduce.play import Entry
+from phasewise.reproduce.play import LoadEntry
 from phasewise.reproduce.system import (
     Attempt,
+    AttemptOutcome,
     Case,
     Counter,
     Load,
@@ -16,9 +17,8 @@ from phasewise.reproduce.system import (
     Setting,
     System,
     Timing,
-    Tried,
 )
-from phasewise.reproduce.workload import Asked
+from phasewise.reproduce.workload import PromptSource
 
 BLOCK = 4
 STATIC = Setting({"decode": f"block_diffusion:block={BLOCK},selector=static"})
@@ -26,24 +26,24 @@ STATIC = Setting({"decode": f"block_diffusion:block={BLOCK},selector=static"})
 
 def blocks(prompt: int, count: int) -> Load:
     """A prompt, and `count` blocks to write, the first of which holds the rest of the prompt."""
-    return lambda asked: [Entry(asked.code(prompt), BLOCK * count - prompt % BLOCK)]
+    return lambda asked: [LoadEntry(asked.code(prompt), BLOCK * count - prompt % BLOCK)]
 
 
 def masks(case: Case) -> int:
     return case.entries[0].new
 
 
-def shifted(lab: Lab) -> Tried:
+def shifted(lab: Lab) -> AttemptOutcome:
     """Blocks of one row, each predicting the next token: plain decoding."""
     entries = loads.lone(48, 32)(lab.asked("pocket"))
     one = lab.play(Setting({"decode": "block_diffusion:block=1,shift=true"}), entries, "pocket")
     plain = lab.play(Setting(), entries, "pocket")
     same = one.outs == plain.outs
-    return Tried(same, "the same tokens" if same else "other tokens")
+    return AttemptOutcome(same, "the same tokens" if same else "other tokens")
 
 
-def several(asked: Asked) -> list[Entry]:
-    return [Entry(asked.code(33), asked.size(63, 15)) for _ in range(4)]
+def several(asked: PromptSource) -> list[LoadEntry]:
+    return [LoadEntry(asked.code(33), asked.size(63, 15)) for _ in range(4)]
 
 
 SYSTEM = System(

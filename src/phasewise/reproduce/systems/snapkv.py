@@ -8,7 +8,18 @@ from phasewise.reproduce.answers import right
 from phasewise.reproduce.controls import RandomRows
 from phasewise.reproduce.conversations import number, seconds
 from phasewise.reproduce.lab import Lab
-from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Quality, Saving, Setting, System, Timing, Tried
+from phasewise.reproduce.system import (
+    Attempt,
+    AttemptOutcome,
+    Case,
+    Counter,
+    Paper,
+    Quality,
+    Saving,
+    Setting,
+    System,
+    Timing,
+)
 
 KEEP, WINDOW, NEW = 0.25, 32, 32
 ON = Setting({"evict": f"snapkv:keep={KEEP},window={WINDOW}"})
@@ -20,7 +31,7 @@ def stay(case: Case) -> int:
     return max(int(KEEP * loads.prompt_rows(case)), WINDOW)
 
 
-def hidden(lab: Lab) -> Tried:
+def hidden(lab: Lab) -> AttemptOutcome:
     """The lead over random rows where the prompt ends with the question, and where it comes when they are chosen."""
     n = number(lab)
     last = [right(lab, each, "recall@1k", n) for each in (ON, ANY)]
@@ -28,7 +39,7 @@ def hidden(lab: Lab) -> Tried:
     leads = [[mine - other for mine, other in zip(*found)] for found in (last, later)]
     shrunk = means(*leads)
     said = ", ".join(f"{sum(mine) / n:.0%} against {sum(other) / n:.0%}" for mine, other in (last, later))
-    return Tried(shrunk.low > 0, f"{shrunk.text(True)} (asked last and later: {said}, of {n})")
+    return AttemptOutcome(shrunk.low > 0, f"{shrunk.text(True)} (asked last and later: {said}, of {n})")
 
 
 SYSTEM = System(

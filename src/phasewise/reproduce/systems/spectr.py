@@ -8,7 +8,7 @@ from phasewise.bench import acceptance
 from phasewise.reproduce import loads, sampled
 from phasewise.reproduce.lab import Lab
 from phasewise.reproduce.sampled import draft, rounds
-from phasewise.reproduce.system import Attempt, Counter, Paper, Saving, Setting, System, Timing, Tried
+from phasewise.reproduce.system import Attempt, AttemptOutcome, Counter, Paper, Saving, Setting, System, Timing
 
 CHAINS, K, TEMPERATURE = 4, 4, 1.0
 SHARE = 1 - 1 / 2.718281828459045  # of the best possible acceptance, that the paper proves
@@ -27,13 +27,13 @@ def forms(p: Tensor, q: Tensor) -> tuple[float, ...]:
     )  # fmt: skip
 
 
-def bound(lab: Lab) -> Tried:
+def bound(lab: Lab) -> AttemptOutcome:
     """Round by round, on the models' own p and q."""
     seen = sampled.watch(lab, chains().verbs["draft"], "k_seq", forms, LOAD)
     ours, rejection, best = (sampled.mean(seen, form) for form in range(3))
     least = min(each.forms[0] / each.forms[2] for each in seen)
     words = f"{ours:.2%} of {best:.2%} (recursive rejection {rejection:.2%}); in no round less than {least:.1%} of it"
-    return Tried(least >= SHARE and ours <= best, words)
+    return AttemptOutcome(least >= SHARE and ours <= best, words)
 
 
 SYSTEM = System(

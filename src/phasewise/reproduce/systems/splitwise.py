@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from phasewise.reproduce import loads
 from phasewise.reproduce.lab import Lab
-from phasewise.reproduce.system import Attempt, Counter, Paper, Saving, Setting, System, Timing, Tried
+from phasewise.reproduce.system import Attempt, AttemptOutcome, Counter, Paper, Saving, Setting, System, Timing
 
 CHUNKS, WHOLE = {"schedule": "sarathi:budget=128"}, {"schedule": f"sarathi:budget={1 << 30}"}
 METHOD = Setting({"place": "splitwise", **CHUNKS}, cluster="processes")
@@ -12,12 +12,12 @@ TOGETHER = Setting(CHUNKS)
 LOAD = loads.arriving(768, 768, 768, new=96, least=384)
 
 
-def colocated(lab: Lab) -> Tried:
+def colocated(lab: Lab) -> AttemptOutcome:
     """The tokens of one engine, in float32."""
     apart, together = (
         lab.play(setting, LOAD(lab.asked("pocket")), "pocket", "float32").outs for setting in (METHOD, TOGETHER)
     )
-    return Tried(apart == together, "the same tokens" if apart == together else "other tokens")
+    return AttemptOutcome(apart == together, "the same tokens" if apart == together else "other tokens")
 
 
 SYSTEM = System(

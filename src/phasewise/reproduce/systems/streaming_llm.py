@@ -13,10 +13,10 @@ from phasewise.methods.evict._windows import EVERY
 from phasewise.options import parse
 from phasewise.reproduce import loads
 from phasewise.reproduce.lab import Lab
-from phasewise.reproduce.play import Entry, play
+from phasewise.reproduce.play import LoadEntry, play
 from phasewise.reproduce.stranger import lead
-from phasewise.reproduce.system import Attempt, Counter, Paper, Quality, Saving, Setting, System, Timing, Tried
-from phasewise.reproduce.workload import STRANGER, Asked, code_ids
+from phasewise.reproduce.system import Attempt, AttemptOutcome, Counter, Paper, Quality, Saving, Setting, System, Timing
+from phasewise.reproduce.workload import STRANGER, PromptSource, code_ids
 
 SINKS, WINDOW, TIMES = 4, 252, 20
 FLAT = 0.05  # nats per token
@@ -27,31 +27,31 @@ ON = Setting({"evict": f"streaming:sinks={SINKS},window={WINDOW}"})
 NONE = Setting({"evict": f"streaming:sinks=0,window={SINKS + WINDOW}"})
 
 
-def long(asked: Asked) -> list[Entry]:
-    return [Entry(asked.code(32), asked.size(1200, 400))]
+def long(asked: PromptSource) -> list[LoadEntry]:
+    return [LoadEntry(asked.code(32), asked.size(1200, 400))]
 
 
-def recomputed(asked: Asked) -> list[Entry]:
+def recomputed(asked: PromptSource) -> list[LoadEntry]:
     """Every token from the last rows of the text alone, computed afresh."""
-    return [Entry(asked.code(SINKS + WINDOW), 1) for _ in range(asked.size(64, 4))]
+    return [LoadEntry(asked.code(SINKS + WINDOW), 1) for _ in range(asked.size(64, 4))]
 
 
-def stream(lab: Lab) -> Tried:
+def stream(lab: Lab) -> AttemptOutcome:
     """A text of twenty times the model's context (two, in a quick run)."""
     context = lab.model("pocket").config.max_positions
     asked, length = lab.asked("pocket"), context * (2 if lab.scale.quick else TIMES)
     with lab.engine(ON) as engine:
-        run = play(engine, [Entry(asked.code(length - 64), 64)], watch=False)
+        run = play(engine, [LoadEntry(asked.code(length - 64), 64)], watch=False)
     written = len(run.outs[0])
-    return Tried(written == 64, f"{written} tokens after a text of {length - 64:,}")
+    return AttemptOutcome(written == 64, f"{written} tokens after a text of {length - 64:,}")
 
 
-def flat(lab: Lab) -> Tried:
+def flat(lab: Lab) -> AttemptOutcome:
     """Stretches of code after one context of text and after twenty (two, in a quick run); and without sinks."""
     ids, context = code_ids(), lab.model("pocket").config.max_positions
     times, stretches = (2, 1) if lab.scale.quick else (TIMES, 4)
     if lab.model("pocket").config.vocab <= max(ids):
-        return Tried(False, "no code in this model's tokens")
+        return AttemptOutcome(False, "no code in this model's tokens")
     ends = [times * context + i * (len(ids) - times * context) // stretches for i in range(stretches)]
 
     def losses(setting: Setting, contexts: int) -> list[float]:
@@ -64,10 +64,10 @@ def flat(lab: Lab) -> Tried:
     grown = statistics.fmean(b - a for a, b in zip(near, far))
     worse = statistics.fmean(b - a for a, b in zip(far, bare))
     said = f"{grown:+.3f} nats per token after {times} contexts ({worse:+.3f} without sinks)"
-    return Tried(abs(grown) <= FLAT, said)
+    return AttemptOutcome(abs(grown) <= FLAT, said)
 
 
-def dense(lab: Lab) -> Tried:
+def dense(lab: Lab) -> AttemptOutcome:
     """The same tokens of code after one context of text and after two, all of it read: the engine refuses that, and is
     told that the model's context is as long."""
     ids, model, stretches = code_ids(), lab.model("pocket"), 1 if lab.scale.quick else 4
@@ -82,7 +82,7 @@ def dense(lab: Lab) -> Tried:
         return [one for each in written for one in each.nats]
 
     more = means(nats(BEYOND), nats(1))
-    return Tried(more.low > FLAT, f"{more.text(False)} per token")
+    return AttemptOutcome(more.low > FLAT, f"{more.text(False)} per token")
 
 
 SYSTEM = System(

@@ -10,8 +10,8 @@ from phasewise.methods.verify.match import Match
 from phasewise.reproduce import loads
 from phasewise.reproduce.controls import Blindly
 from phasewise.reproduce.lab import Lab
-from phasewise.reproduce.play import Run
-from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Saving, Setting, System, Timing, Tried
+from phasewise.reproduce.play import PlayedRun
+from phasewise.reproduce.system import Attempt, AttemptOutcome, Case, Counter, Paper, Saving, Setting, System, Timing
 from phasewise.reproduce.workload import STRANGER
 from phasewise.request.params import Params
 
@@ -30,7 +30,7 @@ def halves(layers: int) -> int:
     return 2 * layers - int(2 * (layers - 2) * RATIO)
 
 
-def passed(case: Case, run: Run) -> float:
+def passed(case: Case, run: PlayedRun) -> float:
     """Layers whose weights are read per token after a request's first, those of guessing passes included."""
     return weights(run.work.forwards, run.work.draft_forwards, run.work.emitted, len(run.requests), case.config.layers)
 
@@ -39,7 +39,7 @@ def weights(whole: int, guessing: int, tokens: int, requests: int, layers: int) 
     return ((whole - requests) * layers + guessing * halves(layers) / 2) / (tokens - requests)
 
 
-def passes(case: Case, run: Run) -> float:
+def passes(case: Case, run: PlayedRun) -> float:
     """Per token."""
     return run.work.forwards / run.work.emitted
 
@@ -50,7 +50,7 @@ def verified(case: Case) -> int:
     return loads.prompt_rows(case) + work.forwards - len(case.entries) + work.drafted
 
 
-def stranger(lab: Lab) -> Tried:
+def stranger(lab: Lab) -> AttemptOutcome:
     """On a model that nobody here has trained, with the defaults."""
     questions, tokens = (QUESTIONS[:1], 24) if lab.scale.quick else (QUESTIONS, 96)
     llm = LLM(STRANGER, limits=Limits(max_running=1), draft="swift:branches=1")
@@ -59,7 +59,7 @@ def stranger(lab: Lab) -> Tried:
     work, layers = llm.engine.counters, llm.model.config.layers
     read = weights(work.forwards, work.draft_forwards, work.emitted, len(questions), layers)
     share = work.accepted / max(1, work.drafted)
-    return Tried(read < layers, f"{read:.1f} with the search, {share:.0%} of {work.drafted} guesses accepted")
+    return AttemptOutcome(read < layers, f"{read:.1f} with the search, {share:.0%} of {work.drafted} guesses accepted")
 
 
 SYSTEM = System(

@@ -14,9 +14,20 @@ from phasewise.methods.attend.tidal import Tidal
 from phasewise.reproduce import loads
 from phasewise.reproduce.answers import losses
 from phasewise.reproduce.lab import Lab
-from phasewise.reproduce.play import Run
+from phasewise.reproduce.play import PlayedRun
 from phasewise.reproduce.selected import RandomPicks
-from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Quality, Saving, Setting, System, Timing, Tried
+from phasewise.reproduce.system import (
+    Attempt,
+    AttemptOutcome,
+    Case,
+    Counter,
+    Paper,
+    Quality,
+    Saving,
+    Setting,
+    System,
+    Timing,
+)
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 
@@ -29,7 +40,7 @@ WHOLE = METHOD.dense + 2  # layers that read everything
 CODE = Quality(("code",), allowed=0.05, examples=8, window=640)
 
 
-def read(case: Case, run: Run) -> int:
+def read(case: Case, run: PlayedRun) -> int:
     """KV bytes of all decoded tokens, with what was computed once more."""
     return sum(step.read for step in run.steps if step.streams)
 
@@ -46,7 +57,7 @@ def closed(case: Case) -> int:
     return total
 
 
-def overlap(lab: Lab) -> Tried:
+def overlap(lab: Lab) -> AttemptOutcome:
     """On a text of 1,024 tokens: how much of each late layer's own choice the layers that pick have found."""
     model = lab.model("pocket", "float32")
     shared = overlaps(model, [lab.asked("pocket").code(1024)], METHOD.k)
@@ -55,10 +66,10 @@ def overlap(lab: Lab) -> Tried:
     first, second = (statistics.fmean(float(shared[a, b]) for b in late) for a in choosing)
     chance = METHOD.k / (1024 - 32)
     said = f"{first:.2f} by the first choice, {second:.2f} by the second, {chance:.2f} by chance"
-    return Tried(chance < first < second, said)
+    return AttemptOutcome(chance < first < second, said)
 
 
-def corrected(lab: Lab) -> Tried:
+def corrected(lab: Lab) -> AttemptOutcome:
     """Keys and values below the last border, against those of a prompt of the same tokens, in float32."""
     prompt, most = lab.asked("pocket").code(300), 2 * METHOD.every + 4
     request = Request(prompt, Params(max_tokens=most + 2, ignore_eos=True))
@@ -68,7 +79,7 @@ def corrected(lab: Lab) -> Tried:
     below = max(float((a - b)[:, :border].abs().max()) for a, b in zip(mine, truth))
     behind = max(float((a - b)[:, border : request.computed].abs().max()) for a, b in zip(mine, truth))
     said = f"at most {below:.1e} apart in {border - len(prompt)} corrected rows, {behind:.1e} in those after them"
-    return Tried(below < 1e-3 < behind, said)
+    return AttemptOutcome(below < 1e-3 < behind, said)
 
 
 def _rows(lab: Lab, setting: Setting, request: Request, tokens: int) -> list[Tensor]:
@@ -85,13 +96,13 @@ def _rows(lab: Lab, setting: Setting, request: Request, tokens: int) -> list[Ten
     return found
 
 
-def on_code(lab: Lab) -> Tried:
+def on_code(lab: Lab) -> AttemptOutcome:
     """Loss of held-out code, written token by token: with correction, less that of dense attention, and without."""
     n = min(CODE.examples, lab.scale.examples or CODE.examples)
     with_it, never, dense = (losses(lab, each, CODE, n) for each in (ON, NEVER, Setting()))
     apart, bare = means(with_it, dense), means(never, dense)
     said = f"{apart.text(False)} log-likelihood with correction; {bare.text(False)} without"
-    return Tried(apart.low > -CODE.allowed, said)
+    return AttemptOutcome(apart.low > -CODE.allowed, said)
 
 
 SYSTEM = System(

@@ -14,9 +14,20 @@ from phasewise.methods.attend.token_select import TokenSelect
 from phasewise.reproduce import loads
 from phasewise.reproduce.answers import right
 from phasewise.reproduce.lab import Lab
-from phasewise.reproduce.play import Entry, Run, finish
+from phasewise.reproduce.play import LoadEntry, PlayedRun, finish
 from phasewise.reproduce.selected import RandomChunks, RandomTokens
-from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Quality, Saving, Setting, System, Timing, Tried
+from phasewise.reproduce.system import (
+    Attempt,
+    AttemptOutcome,
+    Case,
+    Counter,
+    Paper,
+    Quality,
+    Saving,
+    Setting,
+    System,
+    Timing,
+)
 from phasewise.reproduce.workload import STRANGER, code_ids, examples, pocket_text
 from phasewise.request.params import Params
 from phasewise.request.request import Request
@@ -39,7 +50,7 @@ TOLD = 24  # answers of each task that are a part of a prompt
 STRETCH, SAID = 512, 64  # tokens of a stretch of code, and of what follows
 
 
-def read(case: Case, run: Run) -> int:
+def read(case: Case, run: PlayedRun) -> int:
     """KV bytes of the decoded tokens."""
     return sum(step.read for step in run.decoding)
 
@@ -57,22 +68,22 @@ def closed(case: Case) -> int:
     return total
 
 
-def used_again(lab: Lab) -> Tried:
+def used_again(lab: Lab) -> AttemptOutcome:
     """Lists made for what follows four stretches of code, and the bytes read for it, with and without a threshold."""
     rng, ids = Random(f"{lab.scale.seed} again"), list(code_ids())
     starts = [rng.randrange(len(ids) - STRETCH) for _ in range(1 if lab.scale.quick else 4)]
-    entries = [Entry(ids[start : start + STRETCH], 8 if lab.scale.quick else SAID) for start in starts]
+    entries = [LoadEntry(ids[start : start + STRETCH], 8 if lab.scale.quick else SAID) for start in starts]
     anew, again = (lab.play(setting, entries, "pocket") for setting in (ANEW, AGAIN))
     made = again.work.choices / anew.work.choices
     saved = 1 - sum(step.read for step in again.decoding) / sum(step.read for step in anew.decoding)
-    return Tried(made < 1, f"{made:.1%} of them are made anew, {saved:.1%} fewer bytes are read")
+    return AttemptOutcome(made < 1, f"{made:.1%} of them are made anew, {saved:.1%} fewer bytes are read")
 
 
-def answers(lab: Lab, ours: Setting, theirs: Setting) -> Tried:
+def answers(lab: Lab, ours: Setting, theirs: Setting) -> AttemptOutcome:
     """About as many right answers."""
     n = min(lab.scale.examples or EXAMPLES, 4 if lab.scale.quick else EXAMPLES)
     gain = shares(*([g for task in TASKS for g in right(lab, each, task, n)] for each in (ours, theirs)))
-    return Tried(gain.low > -0.1, gain.text(True))
+    return AttemptOutcome(gain.low > -0.1, gain.text(True))
 
 
 def told(lab: Lab, setting: Setting) -> list[float]:
@@ -88,13 +99,13 @@ def told(lab: Lab, setting: Setting) -> list[float]:
     return [fmean(one.scores[at].logprob for at in stretch) for one, stretch in zip(requests, stretches)]
 
 
-def told_apart(lab: Lab, theirs: Setting, allowed: float) -> Tried:
+def told_apart(lab: Lab, theirs: Setting, allowed: float) -> AttemptOutcome:
     """Checks that prompts that choose answer as well."""
     gain = means(told(lab, CHUNKED), told(lab, theirs))
-    return Tried(gain.low > -allowed, f"{gain.text(False)} per token")
+    return AttemptOutcome(gain.low > -allowed, f"{gain.text(False)} per token")
 
 
-def beyond(lab: Lab) -> Tried:
+def beyond(lab: Lab) -> AttemptOutcome:
     """Keys found in texts of one and a half contexts, and how many the last rows show: as many of them, without end."""
     row, n = (SHORT, 1) if lab.scale.quick else (BEYOND, min(lab.scale.examples or KEYS, KEYS))
     found = []
@@ -104,7 +115,7 @@ def beyond(lab: Lab) -> Tried:
         found.append(sum(judge.found[row][0].values))
     chosen, window = found
     said = f"{chosen:.0f} of {n}, {window:.0f} with a window of as many rows"
-    return Tried(chosen > window and chosen >= 0.5 * n, said)
+    return AttemptOutcome(chosen > window and chosen >= 0.5 * n, said)
 
 
 SYSTEM = System(

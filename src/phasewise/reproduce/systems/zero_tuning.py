@@ -13,7 +13,7 @@ from phasewise.reproduce import loads
 from phasewise.reproduce.answers import losses, right
 from phasewise.reproduce.controls import OtherWay
 from phasewise.reproduce.lab import Lab
-from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Quality, Setting, System, Timing, Tried
+from phasewise.reproduce.system import Attempt, AttemptOutcome, Case, Counter, Paper, Quality, Setting, System, Timing
 from phasewise.reproduce.workload import STRANGER
 from phasewise.train.artefacts.attend_zero_tuning import mean_loss, validation
 from phasewise.train.mixture import of_model
@@ -33,22 +33,22 @@ def read(case: Case) -> int:
     return sum(loads.prompt_rows(case) + j + again for j in range(1, NEW)) * case.row_bytes
 
 
-def answers_gain(lab: Lab) -> Tried:
+def answers_gain(lab: Lab) -> AttemptOutcome:
     """More right answers than dense attention, on examples that nothing was chosen on."""
     n = min(lab.scale.examples or EACH, 6 if lab.scale.quick else EACH)
     mine, dense = ([g for task in TASKS for g in right(lab, each, task, n)] for each in (ON, Setting()))
     gain = shares(mine, dense)
-    return Tried(gain.low > 0, gain.text(True))
+    return AttemptOutcome(gain.low > 0, gain.text(True))
 
 
-def code_gain(lab: Lab) -> Tried:
+def code_gain(lab: Lab) -> AttemptOutcome:
     """A smaller loss than dense attention, on held-out source."""
     n = min(lab.scale.examples or CODE.examples, 4 if lab.scale.quick else CODE.examples)
     gain = means(*(losses(lab, each, CODE, n) for each in (ON, Setting())))
-    return Tried(gain.low > 0, f"log-likelihood {gain.text(False)}")
+    return AttemptOutcome(gain.low > 0, f"log-likelihood {gain.text(False)}")
 
 
-def replies_gain(lab: Lab, other: float) -> Tried:
+def replies_gain(lab: Lab, other: float) -> AttemptOutcome:
     """Replies to tasks on a model whose texts begin with what draws most of the attention: likelihood with its chosen
     heads and factor, less that with `other` times the logarithm of the factor. Of draws that nothing was chosen on."""
     model, files = lab.model(STRANGER, "float32"), files_of(STRANGER)
@@ -58,7 +58,7 @@ def replies_gain(lab: Lab, other: float) -> Tried:
     replies = [each for each in drawn if not all(each.learned)]
     mine, theirs = ([-mean_loss(model, [each], Tuned(by * lift)) for each in replies] for by in (1.0, other))
     gain = means(mine, theirs)
-    return Tried(gain.low > 0, f"{gain.text(False)} per token of {len(replies)} replies")
+    return AttemptOutcome(gain.low > 0, f"{gain.text(False)} per token of {len(replies)} replies")
 
 
 SYSTEM = System(

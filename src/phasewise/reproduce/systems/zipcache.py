@@ -13,8 +13,19 @@ from phasewise.methods.store._classed import Classed
 from phasewise.methods.store.zipcache import SUMS, ZipCache, probed
 from phasewise.reproduce import loads
 from phasewise.reproduce.lab import Lab
-from phasewise.reproduce.shuffled import Shuffled
-from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Quality, Saving, Setting, System, Timing, Tried
+from phasewise.reproduce.shuffled import PermutedClasses
+from phasewise.reproduce.system import (
+    Attempt,
+    AttemptOutcome,
+    Case,
+    Counter,
+    Paper,
+    Quality,
+    Saving,
+    Setting,
+    System,
+    Timing,
+)
 from phasewise.reproduce.systems import _blocks as blocks
 from phasewise.request.params import Params
 from phasewise.request.request import Request
@@ -65,7 +76,7 @@ def marks(lab: Lab, share: float, length: int = 1024) -> list[Tensor]:
     return [sums[layer] / seeing for layer in sorted(sums)]
 
 
-def found(lab: Lab) -> Tried:
+def found(lab: Lab) -> AttemptOutcome:
     """The share of salient rows that a tenth of the rows finds as probes."""
     shares = []
     for few, every in zip(marks(lab, METHOD.probes), marks(lab, 1.0)):
@@ -73,10 +84,10 @@ def found(lab: Lab) -> Tried:
         best = [set(each.topk(number).indices.tolist()) for each in (few, every)]
         shares.append(len(best[0] & best[1]) / number)
     share, chance = statistics.fmean(shares), UPPER / GAP
-    return Tried(share > chance + BETTER, f"{share:.1%} on average over layers, {min(shares):.1%} at least")
+    return AttemptOutcome(share > chance + BETTER, f"{share:.1%} on average over layers, {min(shares):.1%} at least")
 
 
-def separable(lab: Lab) -> Tried:
+def separable(lab: Lab) -> AttemptOutcome:
     """Errors of rows at two bits with channels at one scale, and as they are."""
     codec = Classed(LOW, LOW, GAP, 0)
     off: tuple[list[float], list[float]] = ([], [])
@@ -90,13 +101,13 @@ def separable(lab: Lab) -> Tried:
                 back = codec.open(side, [*planes, *settled], KVShape(x.shape[0], x.shape[2], x.dtype))
                 off[scaled].append(float((back - x).norm() / x.norm()))
     plain, one = map(statistics.fmean, off)
-    return Tried(one < 0.8 * plain, f"{one:.3f} of their norm with channels at one scale, {plain:.3f} without")
+    return AttemptOutcome(one < 0.8 * plain, f"{one:.3f} of their norm with channels at one scale, {plain:.3f} without")
 
 
-def finer(lab: Lab) -> Tried:
+def finer(lab: Lab) -> AttemptOutcome:
     """Loss with four bits for all rows over that with rows as they are."""
     more = blocks.loss(lab, Setting({"store": "zipcache:low=4"})) - blocks.loss(lab, Setting())
-    return Tried(more <= CLOSE, f"{more:+.4f} nats per token")
+    return AttemptOutcome(more <= CLOSE, f"{more:+.4f} nats per token")
 
 
 SYSTEM = System(
@@ -109,7 +120,7 @@ SYSTEM = System(
                 "keys rounded channel by channel"),
     method=ON,
     baseline=Setting(),
-    control=Setting(objects={"store": Shuffled(METHOD)}),
+    control=Setting(objects={"store": PermutedClasses(METHOD)}),
     control_is="as many rows in either class, which ones shuffled",
     load=loads.lone(768, NEW),
     missing=("latency at 4,096 tokens and more",),

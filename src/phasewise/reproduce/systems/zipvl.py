@@ -7,15 +7,26 @@ from phasewise.reproduce import loads
 from phasewise.reproduce.answers import right
 from phasewise.reproduce.controls import RandomImportant
 from phasewise.reproduce.lab import Lab
-from phasewise.reproduce.play import Run
-from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Quality, Saving, Setting, System, Timing, Tried
+from phasewise.reproduce.play import PlayedRun
+from phasewise.reproduce.system import (
+    Attempt,
+    AttemptOutcome,
+    Case,
+    Counter,
+    Paper,
+    Quality,
+    Saving,
+    Setting,
+    System,
+    Timing,
+)
 
 TAU, WINDOW, NEW = 0.9, 32, 32
 SHARES = (0.7, 0.9, 0.975, 1.0)
 METHOD = Setting({"evict": f"zipvl:tau={TAU},window={WINDOW}"})
 
 
-def held(run: Run) -> int:
+def held(run: PlayedRun) -> int:
     """KV bytes before the last token."""
     return run.steps[-2].kv
 
@@ -25,12 +36,12 @@ def stayed(case: Case) -> int:
     return next(step.kv for step in case.method.steps if step.kv)
 
 
-def over_shares(lab: Lab) -> Tried:
+def over_shares(lab: Lab) -> AttemptOutcome:
     """Recall at several shares of attention."""
     n = lab.scale.examples or (6 if lab.scale.quick else 40)
     found = [sum(right(lab, Setting({"evict": f"zipvl:tau={tau}"}), "recall@1k", n)) / n for tau in SHARES]
     words = ", ".join(f"{share:.0%} at tau={tau:g}" for tau, share in zip(SHARES, found))
-    return Tried(found[-1] >= found[0], f"{words}, of {n}")
+    return AttemptOutcome(found[-1] >= found[0], f"{words}, of {n}")
 
 
 SYSTEM = System(

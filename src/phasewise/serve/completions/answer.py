@@ -15,48 +15,48 @@ from phasewise.llm import LLM
 from phasewise.request.params import SLO, Params
 from phasewise.request.request import Left, Request
 from phasewise.request.text import Text
-from phasewise.serve.bell import Bell
-from phasewise.serve.completions.logprobs import Teller, Told, by_id
+from phasewise.serve.completions.logprobs import LogprobFormatter, TokenScore, by_id
 from phasewise.serve.completions.provenance import Origins
 from phasewise.serve.failures import SHUTDOWN, ApiError
-from phasewise.serve.loop import EngineLoop, Feed
-from phasewise.serve.tools.deltas import Delta
-from phasewise.serve.tools.reader import Manner, Reader
+from phasewise.serve.loop import EngineLoop, OutputStream
+from phasewise.serve.notifier import Notifier
+from phasewise.serve.tools.deltas import OutputDelta
+from phasewise.serve.tools.reader import OutputParser, ParserOptions
 
 
 @dataclass(slots=True, eq=False)
-class Choice:
+class AnswerChoice:
     """One sample of one prompt. `lead` is text that goes before the output (an echoed prompt, whose tokens are then
     `told` of as well)."""
 
     index: int
-    feed: Feed
+    feed: OutputStream
     text: Text
     prompt: Sequence[int]
     lead: str | None = None
-    teller: Teller | None = None
-    reader: Reader | None = None  # where there may be more than content
+    teller: LogprobFormatter | None = None
+    reader: OutputParser | None = None  # where there may be more than content
     origins: Origins | None = None  # where it is asked how tokens came about
     tokens: int = 0  # taken from the feed so far
     begun: bool = False  # something has been taken
     late: ApiError | None = None  # what is said of it if it is cancelled because its time is over
 
-    def take(self) -> Piece:
+    def take(self) -> AnswerDelta:
         """Takes what has arrived since the last call; after the end, all that is left of it. Raises ApiError if the
         choice failed or was cancelled."""
         first, self.begun = not self.begun, True
         text, told, origins = self._arrived()
         if self.reader is None:
-            return Piece(self.index, text, first, self.finish, told, origins=origins)
+            return AnswerDelta(self.index, text, first, self.finish, told, origins=origins)
         deltas = self.reader.push(text)
         finish = "stop" if self.reader.done else self.finish
         if finish:
             deltas += self.reader.finish()
         if finish == "stop" and self.reader.called:
             finish = "tool_calls"
-        return Piece(self.index, "".join(delta.text for delta in deltas), first, finish, told, deltas, origins)
+        return AnswerDelta(self.index, "".join(delta.text for delta in deltas), first, finish, told, deltas, origins)
 
-    def _arrived(self) -> tuple[str, list[Told] | None, list[dict[str, Any]] | None]:
+    def _arrived(self) -> tuple[str, list[TokenScore] | None, list[dict[str, Any]] | None]:
         """The text since the last call, what is told of its tokens, and how they came about."""
         new, self.feed.tokens = self.feed.tokens, []
         start = len(self.prompt) + self.tokens
@@ -88,15 +88,15 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class AnswerDelta:
     """New text of one choice. `finish` is set on its last piece."""
 
     index: int
     text: str
     first: bool
     finish: str | None
-    told: list[Told] | None = None  # of its tokens, where log-probabilities are wanted
-    deltas: list[Delta] | None = None  # the same told apart, where there may be more than content
+    told: list[TokenScore] | None = None  # of its tokens, where log-probabilities are wanted
+    deltas: list[OutputDelta] | None = None  # the same told apart, where there may be more than content
     origins: list[dict[str, Any]] | None = None  # how its tokens came about, where that is asked
 
 
@@ -112,7 +112,7 @@ def finish_reason(left: Left) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Telling:
+class LogprobOptions:
     """The tokens whose log-probabilities are told, and how many of the likeliest come with each. None: no token's."""
 
     tokens: int | None = None  # the output's, and those of an echoed prompt
@@ -120,7 +120,7 @@ class Telling:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class GenerationRequest:
     """A request for `n` samples of each prompt (token ids), with `leads` before their texts."""
 
     prompts: Sequence[Sequence[int]]
@@ -128,22 +128,22 @@ class Order:
     n: int = 1
     stop: Sequence[str] = ()
     leads: Sequence[str] = ()
-    told: Telling = Telling()
+    told: LogprobOptions = LogprobOptions()
     stream: bool = False
     slo: SLO | None = None
     recipe: str = ""
     best: int | None = None  # so many of the samples of a prompt are told: the likeliest
     timeout: float | None = None  # seconds from now
-    manner: Manner | None = None  # how outputs are read; None: they are text
+    manner: ParserOptions | None = None  # how outputs are read; None: they are text
     shown: frozenset[int] = frozenset()  # special tokens that have text
 
 
 class Answer:
     """All choices of one HTTP request. `start` it, then read `whole` or `pieces` inside `attended`."""
 
-    def __init__(self, llm: LLM, engine: EngineLoop, order: Order) -> None:
+    def __init__(self, llm: LLM, engine: EngineLoop, order: GenerationRequest) -> None:
         self._engine = engine
-        self.bell = Bell()
+        self.bell = Notifier()
         self.gone = False  # the client went away: nobody reads any more
         self._ends = None if order.timeout is None else time.monotonic() + order.timeout
         self._timeout = order.timeout
@@ -151,14 +151,14 @@ class Answer:
         self._tokenizer, self._prompt_told = llm.tokenizer, order.told.prompt
         self._samples, self._best = order.n, order.best
         self.choices = [
-            Choice(
+            AnswerChoice(
                 at * order.n + i,
-                Feed(request, self.bell, partial=order.stream),
+                OutputStream(request, self.bell, partial=order.stream),
                 llm.text(order.params, order.stop, order.shown),
                 prompt,
                 order.leads[at] if order.leads else None,
-                None if order.told.tokens is None else Teller(llm.tokenizer, order.told.tokens),
-                None if order.manner is None else Reader(order.manner),
+                None if order.told.tokens is None else LogprobFormatter(llm.tokenizer, order.told.tokens),
+                None if order.manner is None else OutputParser(order.manner),
                 Origins(llm.tokenizer) if order.params.provenance else None,
             )
             for at, prompt in enumerate(order.prompts)
@@ -184,7 +184,7 @@ class Answer:
             found["added_rows"] = self._added * len(self._every[:: self._samples])
         return found
 
-    def prompt_logprobs(self, choice: Choice) -> list[dict[str, Any] | None] | None:
+    def prompt_logprobs(self, choice: AnswerChoice) -> list[dict[str, Any] | None] | None:
         """Log-probabilities of the prompt's tokens. The first has none; None where nobody asked for them."""
         top = self._prompt_told
         if top is None:
@@ -236,14 +236,14 @@ class Answer:
             pass
         self.abandon()
 
-    async def whole(self) -> list[Piece]:
+    async def whole(self) -> list[AnswerDelta]:
         """Every choice's whole text, in order; incomplete if `gone`. Raises ApiError if one failed."""
         while not self.gone and any(choice.feed.left is None for choice in self.choices):
             await self.bell.wait()
         pieces = [choice.take() for choice in self.choices]
         return pieces if self._best is None or self.gone else self._chosen(pieces, self._best)
 
-    def _chosen(self, pieces: Sequence[Piece], best: int) -> list[Piece]:
+    def _chosen(self, pieces: Sequence[AnswerDelta], best: int) -> list[AnswerDelta]:
         """The likeliest samples of each prompt, which become the answer's choices."""
         ranked = []
         for start in range(0, len(pieces), self._samples):
@@ -257,7 +257,7 @@ class Answer:
         """True if nothing is left to take: all choices have been taken to their end, or the client is gone."""
         return self.gone or not self._live
 
-    def take(self) -> list[Piece]:
+    def take(self) -> list[AnswerDelta]:
         """Takes what has arrived since the last call. Raises ApiError if a choice failed."""
         found = []
         for choice in [c for c in self._live if c.feed.tokens or c.feed.left]:
@@ -270,7 +270,7 @@ class Answer:
         return found
 
 
-def _samples(llm: LLM, prompt: Sequence[int], order: Order) -> list[Request]:
+def _samples(llm: LLM, prompt: Sequence[int], order: GenerationRequest) -> list[Request]:
     """The request for a prompt's first sample, and siblings that share its prefill."""
     first = llm.request(prompt, order.params, order.stop, order.slo, order.recipe, order.shown)
     others = [first.sibling(i) for i in range(1, order.n)]

@@ -12,15 +12,15 @@ from phasewise.llm import LLM
 from phasewise.model.apart import Apart
 from phasewise.serve.completions.schema import ChatAsk
 from phasewise.serve.failures import ApiError
-from phasewise.serve.guard.policy import Policy
+from phasewise.serve.guard.policy import ServePolicy
 from phasewise.serve.tools.asked import forced, names, shaped, strict
 from phasewise.serve.tools.calls import of_object
 from phasewise.serve.tools.forced import grammar, held
 from phasewise.serve.tools.formats import TOOL_FORMATS, check
 from phasewise.serve.tools.optional import grammar as optional
-from phasewise.serve.tools.reader import Manner
+from phasewise.serve.tools.reader import ParserOptions
 from phasewise.serve.tools.spelling import Spelling
-from phasewise.serve.tools.template import Shown, look
+from phasewise.serve.tools.template import TemplateTools, look
 
 Why = Callable[[dict[str, Any]], str | None]
 
@@ -32,20 +32,20 @@ class Prompt:
 
     ids: list[int]
     lead: str = ""
-    manner: Manner | None = None
+    manner: ParserOptions | None = None
     shown: frozenset[int] = frozenset()
     ask: dict[str, Any] | None = None
 
 
-class Conversations:
+class ChatRenderer:
     """Knows what this model's chat template shows, once it has been asked. Raises UserError for unknown formats."""
 
-    def __init__(self, llm: LLM, policy: Policy) -> None:
+    def __init__(self, llm: LLM, policy: ServePolicy) -> None:
         check(policy.tool_format, policy.reasoning_format)
         self._llm, self._policy = llm, policy
 
     @cached_property
-    def shown(self) -> Shown:
+    def shown(self) -> TemplateTools:
         return look(self._llm.template, self._policy.tool_format, self._policy.reasoning_format)
 
     def prompt(self, ask: ChatAsk, why: Why) -> Prompt:
@@ -83,7 +83,7 @@ class Conversations:
             return Prompt(ids)
         schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
         ends = single and (asks is None or not must)  # a grammar of calls alone ends by itself
-        manner = Manner(format, frozenset(schemas), tags, opened, ends, schemas)
+        manner = ParserOptions(format, frozenset(schemas), tags, opened, ends, schemas)
         return Prompt(ids, lead, manner, frozenset(ids_of.values()), asks)
 
     def _forced(

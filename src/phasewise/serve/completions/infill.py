@@ -14,7 +14,7 @@ from phasewise.serve.failures import ApiError
 
 
 @dataclass(frozen=True)
-class Form:
+class InfillTokens:
     """The tokens before each part, and those that end an answer besides the model's own end."""
 
     prefix: str
@@ -24,12 +24,12 @@ class Form:
 
 
 FORMS = (
-    Form("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>",  # Qwen2.5-Coder, CodeGemma
+    InfillTokens("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>",  # Qwen2.5-Coder, CodeGemma
          ("<|endoftext|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|file_separator|>")),
-    Form("<fim_prefix>", "<fim_suffix>", "<fim_middle>", ("<|endoftext|>", "<file_sep>")),  # StarCoder, Granite
-    Form("<fim-prefix>", "<fim-suffix>", "<fim-middle>", ("<|endoftext|>",)),  # SantaCoder
-    Form("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>", ("\u2581<EOT>",)),  # Code Llama
-    Form("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>", ("<｜end▁of▁sentence｜>",)),  # DeepSeek-Coder
+    InfillTokens("<fim_prefix>", "<fim_suffix>", "<fim_middle>", ("<|endoftext|>", "<file_sep>")),  # StarCoder, Granite
+    InfillTokens("<fim-prefix>", "<fim-suffix>", "<fim-middle>", ("<|endoftext|>",)),  # SantaCoder
+    InfillTokens("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>", ("\u2581<EOT>",)),  # Code Llama
+    InfillTokens("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>", ("<｜end▁of▁sentence｜>",)),  # DeepSeek-Coder
 )  # fmt: skip
 MARK = "\u263a"  # spelled alike whatever follows it: a suffix that begins after it begins with no space of its own
 
@@ -55,7 +55,7 @@ class Infill:
         own = encode(before, False) if isinstance(before, str) else list(before)
         return [*(encode("") if special else ()), prefix, *own, suffix, *self._glued(after), middle]
 
-    def _known(self) -> Form:
+    def _known(self) -> InfillTokens:
         if self._form is None:
             raise ApiError(400, "suffix: this model's vocabulary has no tokens for filling in the middle "
                            f"({', '.join(form.prefix for form in FORMS)}): leave it out, or serve a model that was "

@@ -13,7 +13,7 @@ LEAST = -9999.0  # stands for what JSON has no number for
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class TokenScore:
     """A token with its score; None: nothing is before it. `offset`: where its text begins, in characters."""
 
     token: int
@@ -21,25 +21,25 @@ class Told:
     score: Score | None
 
 
-class Teller:
+class LogprobFormatter:
     """Writes the scores of one choice's tokens. `top`: of how many others."""
 
     def __init__(self, tokenizer: Tokenizer, top: int) -> None:
         self._tokenizer, self._top = tokenizer, top
         self._text, self._offset = Detokenizer(tokenizer), 0
 
-    def tell(self, tokens: Sequence[int], scores: Sequence[Score | None]) -> list[Told]:
+    def tell(self, tokens: Sequence[int], scores: Sequence[Score | None]) -> list[TokenScore]:
         """Writes the scores of the choice's next tokens."""
         told = []
         for token, score in zip(tokens, scores):
             new, own = self._text.push([token]), spelled(self._tokenizer, token)
             at = self._offset + (len(new) - len(own) if own and new.endswith(own) else 0)  # behind what was held back
-            told.append(Told(token, at, score))
+            told.append(TokenScore(token, at, score))
             self._offset += len(new)
         return told
 
     # ---- shapes
-    def chat(self, told: Sequence[Told]) -> dict[str, Any]:
+    def chat(self, told: Sequence[TokenScore]) -> dict[str, Any]:
         """`choices[].logprobs` of a chat."""
         content = []
         for one in told:
@@ -48,7 +48,7 @@ class Teller:
             content.append(entry | {"top_logprobs": [self._entry(*each) for each in one.score.top[: self._top]]})
         return {"content": content, "refusal": None}
 
-    def completion(self, told: Sequence[Told]) -> dict[str, Any]:
+    def completion(self, told: Sequence[TokenScore]) -> dict[str, Any]:
         """`choices[].logprobs` of a completion: of tokens that are written alike, the likeliest is told; the token
         itself is always among them."""
         return {

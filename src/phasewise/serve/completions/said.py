@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from phasewise.serve.completions.answer import Piece
-from phasewise.serve.tools.deltas import Delta
+from phasewise.serve.completions.answer import AnswerDelta
+from phasewise.serve.tools.deltas import OutputDelta
 
 
 def call_id() -> str:
@@ -33,7 +33,7 @@ class Call:
 class Said:
     """All that an answer says."""
 
-    def __init__(self, deltas: Iterable[Delta]) -> None:
+    def __init__(self, deltas: Iterable[OutputDelta]) -> None:
         self.content, self.reasoning = "", ""
         self.calls: list[Call] = []
         for delta in deltas:
@@ -58,7 +58,7 @@ class Said:
         return message
 
 
-def delta(piece: Piece) -> dict[str, Any]:
+def delta(piece: AnswerDelta) -> dict[str, Any]:
     """The part of the message that a piece adds: the id and the name of a call once, where it begins."""
     new: dict[str, Any] = {"role": "assistant"} if piece.first else {}
     calls: dict[int, dict[str, Any]] = {}

@@ -77,7 +77,7 @@ class Ask(BaseModel):
     )
     exact: bool | None = None
     after: Annotated[str, Field(min_length=1, max_length=128)] | None = Field(
-        None, description="the id of an earlier answer, to go on from its KV where that is kept (earlier.py)"
+        None, description="the id of an earlier answer, to go on from its KV where that is kept (conversation_index.py)"
     )
     timeout: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = Field(
         None, description="seconds within which the whole answer must be there; else it is cancelled, with an error"

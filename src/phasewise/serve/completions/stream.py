@@ -12,10 +12,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from phasewise.serve.completions.answer import Answer, Piece
+from phasewise.serve.completions.answer import Answer, AnswerDelta
 from phasewise.serve.direct import Direct, direct
 from phasewise.serve.failures import SHUTDOWN, ApiError, api_error
-from phasewise.serve.guard.exchange import note
+from phasewise.serve.guard.context import note
 
 log = logging.getLogger(__name__)
 BODY_BYTES = 8 << 20  # the largest body that is read
@@ -78,10 +78,10 @@ class Writer(Protocol):
     def id(self) -> str:
         """The id by which clients know the answer."""
 
-    def body(self, answer: Answer, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def body(self, answer: Answer, pieces: Sequence[AnswerDelta]) -> dict[str, Any]:
         """A whole answer."""
 
-    def chunk(self, piece: Piece, answer: Answer) -> str:
+    def chunk(self, piece: AnswerDelta, answer: Answer) -> str:
         """Those of a piece; empty if the piece says nothing."""
 
     def last(self, answer: Answer) -> bytes:

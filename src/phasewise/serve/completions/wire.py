@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from phasewise.serve.completions.answer import Answer, Piece
-from phasewise.serve.completions.logprobs import Teller, Told
+from phasewise.serve.completions.answer import Answer, AnswerDelta
+from phasewise.serve.completions.logprobs import LogprobFormatter, TokenScore
 from phasewise.serve.completions.said import Said, delta
 from phasewise.serve.failures import ApiError, error_body
 
@@ -18,19 +18,19 @@ DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True)
-class Format:
+class EndpointFormat:
     """The differences between endpoints: `object` of a whole answer and of a stream's events, and where the text is."""
 
     prefix: str  # of ids
     whole: str
     part: str
-    content: Callable[[Piece], dict[str, Any]]  # in a choice of a whole answer
-    delta: Callable[[Piece], str]  # JSON text, in a choice of an event
-    logprobs: Callable[[Teller, Sequence[Told]], dict[str, Any]]
+    content: Callable[[AnswerDelta], dict[str, Any]]  # in a choice of a whole answer
+    delta: Callable[[AnswerDelta], str]  # JSON text, in a choice of an event
+    logprobs: Callable[[LogprobFormatter, Sequence[TokenScore]], dict[str, Any]]
     each: bool = False  # whether every choice has the prompt's log-probabilities, or the answer
 
 
-def _chat_delta(piece: Piece) -> str:
+def _chat_delta(piece: AnswerDelta) -> str:
     if not (piece.text or piece.first):
         return '"delta": {}'
     if piece.deltas is not None:
@@ -39,31 +39,33 @@ def _chat_delta(piece: Piece) -> str:
     return f'"delta": {{{role}"content": {json.dumps(piece.text)}}}'
 
 
-def _chat_message(piece: Piece) -> dict[str, Any]:
+def _chat_message(piece: AnswerDelta) -> dict[str, Any]:
     if piece.deltas is not None:
         return {"message": Said(piece.deltas).message()}
     return {"message": {"role": "assistant", "content": piece.text, "refusal": None}}
 
 
-COMPLETION = Format(
+COMPLETION = EndpointFormat(
     "cmpl", "text_completion", "text_completion",
     content=lambda piece: {"text": piece.text},
     delta=lambda piece: f'"text": {json.dumps(piece.text)}',
-    logprobs=Teller.completion, each=True,
+    logprobs=LogprobFormatter.completion, each=True,
 )  # fmt: skip
-CHAT = Format(
+CHAT = EndpointFormat(
     "chatcmpl", "chat.completion", "chat.completion.chunk",
     content=_chat_message,
     delta=_chat_delta,
-    logprobs=Teller.chat,
+    logprobs=LogprobFormatter.chat,
 )  # fmt: skip
 
 
-class Wire:
+class AnswerWriter:
     """Writes one answer, whole or as events. `continuous`: usage so far in every event, and one for every step, whether
     there is text to tell or not."""
 
-    def __init__(self, format: Format, model: str, include_usage: bool = False, continuous: bool = False) -> None:
+    def __init__(
+        self, format: EndpointFormat, model: str, include_usage: bool = False, continuous: bool = False
+    ) -> None:
         self._format, self._include_usage, self._continuous = format, include_usage, continuous
         self._head = {"id": f"{format.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         chunk = json.dumps({**self._head, "object": format.part})[:-1]
@@ -74,7 +76,7 @@ class Wire:
     def id(self) -> str:
         return str(self._head["id"])
 
-    def body(self, answer: Answer, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def body(self, answer: Answer, pieces: Sequence[AnswerDelta]) -> dict[str, Any]:
         """A whole answer."""
         choices: list[dict[str, Any]] = [
             {
@@ -93,7 +95,7 @@ class Wire:
                 told["prompt_logprobs"] = prompt
         return body
 
-    def chunk(self, piece: Piece, answer: Answer) -> str:
+    def chunk(self, piece: AnswerDelta, answer: Answer) -> str:
         """The event of a piece; empty if the piece says nothing."""
         if not (piece.text or piece.first or piece.finish or piece.told or piece.origins or self._continuous):
             return ""
@@ -105,7 +107,7 @@ class Wire:
             content += f', "provenance": {json.dumps(piece.origins)}'
         return f"{self._open}{piece.index}, {content}}}]{close}"
 
-    def _logprobs(self, piece: Piece, answer: Answer) -> dict[str, Any] | None:
+    def _logprobs(self, piece: AnswerDelta, answer: Answer) -> dict[str, Any] | None:
         teller = answer.choices[piece.index].teller
         return None if teller is None or piece.told is None else self._format.logprobs(teller, piece.told)
 

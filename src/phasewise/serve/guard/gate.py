@@ -8,9 +8,9 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from phasewise.serve.failures import ApiError
-from phasewise.serve.guard.exchange import CURRENT, Exchange
+from phasewise.serve.guard.context import CURRENT, RequestContext
 from phasewise.serve.guard.keys import KeyRing
-from phasewise.serve.guard.policy import Policy
+from phasewise.serve.guard.policy import ServePolicy
 from phasewise.serve.playground.files import pages
 from phasewise.serve.service import Service
 from phasewise.serve.watch.logs import request_id, request_line
@@ -25,7 +25,7 @@ class Gate:
     """Lets requests through that carry a key of the ring, as long as that key's limits hold; without a ring, all."""
 
     def __init__(
-        self, app: ASGIApp, service: Service, keys: KeyRing | None, policy: Policy, tracer: Tracer | None
+        self, app: ASGIApp, service: Service, keys: KeyRing | None, policy: ServePolicy, tracer: Tracer | None
     ) -> None:
         self._app, self._service, self._keys, self._policy = app, service, keys, policy
         self._tracer = tracer
@@ -38,7 +38,9 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange = Exchange(self._end, request_id(scope["headers"]), scope["method"], scope["path"], self._policy.caps)
+        exchange = RequestContext(
+            self._end, request_id(scope["headers"]), scope["method"], scope["path"], self._policy.caps
+        )
         if self._tracer is not None:
             exchange.feeds, exchange.parent = [], [pair for pair in scope["headers"] if pair[0] in PARENT]
         entered = CURRENT.set(exchange)
@@ -76,7 +78,7 @@ class Gate:
             CURRENT.reset(entered)
             exchange.close()
 
-    def _admit(self, exchange: Exchange, scope: Scope) -> None:
+    def _admit(self, exchange: RequestContext, scope: Scope) -> None:
         """Raises ApiError 400, 401, 403 or 429 for a request that may not pass."""
         if _ambiguous(scope):
             raise ApiError(400, "content-length and transfer-encoding came together: send one", code="ambiguous_length")
@@ -91,7 +93,7 @@ class Gate:
             quota.enter()
             exchange.counted = True
 
-    def _end(self, exchange: Exchange) -> None:
+    def _end(self, exchange: RequestContext) -> None:
         """All of a request is over: its key gets back what it did not use, and it is logged and traced."""
         if exchange.counted and exchange.quota is not None:
             exchange.quota.leave(exchange.reserved, exchange.prompt_tokens, exchange.output_tokens)

@@ -31,7 +31,7 @@ class Reread:
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class ServePolicy:
     """The rules of a server: keys and limits, how answers are parsed, and which are kept."""
 
     queue: int = 256  # requests that may wait beside those that run; more get 429

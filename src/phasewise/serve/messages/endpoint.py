@@ -11,11 +11,11 @@ from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 
-from phasewise.serve.completions.answer import Answer, Piece
+from phasewise.serve.completions.answer import Answer, AnswerDelta
 from phasewise.serve.completions.said import call_id
 from phasewise.serve.failures import ApiError, json_response
 from phasewise.serve.messages.ask import CountAsk, MessagesAsk, error_body
-from phasewise.serve.tools.deltas import Delta
+from phasewise.serve.tools.deltas import OutputDelta
 
 if TYPE_CHECKING:
     from phasewise.serve.service import Service
@@ -60,7 +60,7 @@ class MessageWriter:
     def id(self) -> str:
         return str(self._head["id"])
 
-    def body(self, answer: Answer, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def body(self, answer: Answer, pieces: Sequence[AnswerDelta]) -> dict[str, Any]:
         """The whole message."""
         (piece,) = pieces
         content: list[dict[str, Any]] = []
@@ -75,7 +75,7 @@ class MessageWriter:
                 block["input"] = _input(block["input"])
         return {**self._head, "content": content, **_ended(piece, answer), "usage": _usage(answer)}
 
-    def chunk(self, piece: Piece, answer: Answer) -> str:
+    def chunk(self, piece: AnswerDelta, answer: Answer) -> str:
         """The events of a piece."""
         events = [self._start(answer)] if piece.first else []
         for delta in _deltas(piece):
@@ -105,13 +105,13 @@ class MessageWriter:
         message["usage"] = usage
         return _event("message_start", message=message)
 
-    def _begin(self, delta: Delta) -> str:
+    def _begin(self, delta: OutputDelta) -> str:
         self._open, self._blocks = BLOCKS[delta.kind], self._blocks + 1
         block = _block(delta)
         block = {**block, "input": {}} if self._open == "tool_use" else block
         return _event("content_block_start", index=self._blocks - 1, content_block=block)
 
-    def _more(self, delta: Delta) -> str:
+    def _more(self, delta: OutputDelta) -> str:
         kind = _DELTAS[BLOCKS[delta.kind]]
         return _event("content_block_delta", index=self._blocks - 1, delta={"type": kind[0], kind[1]: delta.text})
 
@@ -129,13 +129,13 @@ _DELTAS = {
 }  # fmt: skip
 
 
-def _deltas(piece: Piece) -> list[Delta]:
+def _deltas(piece: AnswerDelta) -> list[OutputDelta]:
     if piece.deltas is not None:
         return piece.deltas
-    return [Delta("content", piece.text)] if piece.text else []
+    return [OutputDelta("content", piece.text)] if piece.text else []
 
 
-def _block(delta: Delta) -> dict[str, Any]:
+def _block(delta: OutputDelta) -> dict[str, Any]:
     """An empty block for what begins with this delta."""
     match BLOCKS[delta.kind]:
         case "thinking":
@@ -154,7 +154,7 @@ def _input(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {"malformed": text}
 
 
-def _ended(piece: Piece, answer: Answer) -> dict[str, Any]:
+def _ended(piece: AnswerDelta, answer: Answer) -> dict[str, Any]:
     stopped = answer.choices[piece.index].text.stop if piece.finish == "stop" else None
     reason = "stop_sequence" if stopped is not None else REASONS[piece.finish or "stop"]
     return {"stop_reason": reason, "stop_sequence": stopped}

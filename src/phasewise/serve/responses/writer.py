@@ -8,11 +8,11 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from phasewise.serve.completions.answer import Answer, Piece
+from phasewise.serve.completions.answer import Answer, AnswerDelta
 from phasewise.serve.completions.said import call_id
 from phasewise.serve.failures import ApiError
 from phasewise.serve.responses.ask import ResponsesAsk
-from phasewise.serve.tools.deltas import Delta
+from phasewise.serve.tools.deltas import OutputDelta
 
 ITEMS = {"content": "message", "reasoning": "reasoning", "call": "function_call", "arguments": "function_call"}
 
@@ -41,13 +41,13 @@ class ResponseWriter:
     def id(self) -> str:
         return str(self._head["id"])
 
-    def body(self, answer: Answer, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def body(self, answer: Answer, pieces: Sequence[AnswerDelta]) -> dict[str, Any]:
         """The whole response."""
         for piece in pieces:
             self.chunk(piece, answer)
         return self._ended(answer)
 
-    def chunk(self, piece: Piece, answer: Answer) -> str:
+    def chunk(self, piece: AnswerDelta, answer: Answer) -> str:
         """The events of a piece."""
         events = []
         if piece.first:
@@ -88,7 +88,7 @@ class ResponseWriter:
         return body
 
     # ---- one item
-    def _begin(self, delta: Delta) -> list[str]:
+    def _begin(self, delta: OutputDelta) -> list[str]:
         kind, self._open = ITEMS[delta.kind], True
         item: dict[str, Any] = {"type": kind, "id": f"{_IDS[kind]}_{uuid.uuid4().hex}", "status": "in_progress"}
         match kind:
@@ -105,7 +105,7 @@ class ResponseWriter:
             events += self._part("added") if kind == "message" else []
         return events
 
-    def _more(self, delta: Delta) -> str:
+    def _more(self, delta: OutputDelta) -> str:
         item = self._output[-1]
         match item["type"]:
             case "function_call":
@@ -161,7 +161,7 @@ def _part(kind: str) -> dict[str, Any]:
     return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
 
 
-def _deltas(piece: Piece) -> list[Delta]:
+def _deltas(piece: AnswerDelta) -> list[OutputDelta]:
     if piece.deltas is not None:
         return piece.deltas
-    return [Delta("content", piece.text)] if piece.text else []
+    return [OutputDelta("content", piece.text)] if piece.text else []

@@ -15,18 +15,18 @@ from torch import Tensor
 
 from phasewise.llm import vector_of
 from phasewise.request.params import Params
-from phasewise.serve.about import Small
-from phasewise.serve.bell import Bell
+from phasewise.serve.about import StrictBody
 from phasewise.serve.completions.schema import texts_or_ids
 from phasewise.serve.failures import ApiError, json_response
-from phasewise.serve.loop import Feed
-from phasewise.serve.scores.scoring import Watched
+from phasewise.serve.loop import OutputStream
+from phasewise.serve.notifier import Notifier
+from phasewise.serve.scores.scoring import ScoringRun
 
 if TYPE_CHECKING:
     from phasewise.serve.service import Service
 
 
-class EmbeddingAsk(Small):
+class EmbeddingAsk(StrictBody):
     """POST /v1/embeddings. `input` becomes a list of texts, or of lists of token ids."""
 
     input: Any = Field(description="a string, a list of strings, a list of token ids, or a list of such lists")
@@ -63,10 +63,10 @@ class Embeddings:
         params = Params(max_tokens=0, pooling=ask.pooling or "mean", truncate_prompt_tokens=ask.truncate_prompt_tokens)
         prompts = await asyncio.to_thread(lambda: [self._llm.encode(one) for one in ask.input])
         requests = [self._llm.request(ids, params, slo=self._service.slo, recipe=recipe) for ids in prompts]
-        feeds = [Feed(one, Bell()) for one in requests]
+        feeds = [OutputStream(one, Notifier()) for one in requests]
         total, most = sum(one.known for one in requests), self._llm.limits.max_running
         waves = [feeds[at : at + most] for at in range(0, len(feeds), most)]
-        await Watched(self._service, request.receive).run(waves)
+        await ScoringRun(self._service, request.receive).run(waves)
         data = [
             {"object": "embedding", "index": i, "embedding": _written(vector_of(one, ask.normalize is not False), ask)}
             for i, one in enumerate(requests)

@@ -22,11 +22,11 @@ from starlette.types import Receive
 from phasewise.kv.prefix import BLOCK
 from phasewise.request.params import Params
 from phasewise.request.request import Request
-from phasewise.serve.about import Small
-from phasewise.serve.bell import Bell
+from phasewise.serve.about import StrictBody
 from phasewise.serve.completions.answer import finish_reason
 from phasewise.serve.failures import ApiError, json_response
-from phasewise.serve.loop import Feed
+from phasewise.serve.loop import OutputStream
+from phasewise.serve.notifier import Notifier
 
 if TYPE_CHECKING:
     from phasewise.serve.service import Service
@@ -35,7 +35,7 @@ Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[list[Text], Field(min_length=1)]
 
 
-class ScoreAsk(Small):
+class ScoreAsk(StrictBody):
     """POST /v1/score: of one text and several that may follow it, or of as many pairs."""
 
     text_1: Text | Texts
@@ -58,7 +58,7 @@ class ScoreAsk(Small):
         return list(zip(before * len(self._after) if len(before) == 1 else before, self._after))
 
 
-class RerankAsk(Small):
+class RerankAsk(StrictBody):
     """POST /v1/rerank: which documents is the query likely to follow?"""
 
     query: Text
@@ -78,7 +78,7 @@ class Likelihood:
         return self.logprob / self.tokens
 
 
-class Scoring:
+class ScoringEndpoint:
     """The two endpoints."""
 
     def __init__(self, service: Service) -> None:
@@ -122,8 +122,8 @@ class Scoring:
         spelled = await asyncio.to_thread(self._spelled, pairs, param)
         requests = [self._request(before, after, recipe) for before, after in spelled]
         total = sum(request.known for request in requests)
-        feeds = [Feed(each, Bell()) for each in requests]
-        await Watched(self._service, request.receive).run(self._waves(feeds, [before for before, _ in spelled]))
+        feeds = [OutputStream(each, Notifier()) for each in requests]
+        await ScoringRun(self._service, request.receive).run(self._waves(feeds, [before for before, _ in spelled]))
         found = []
         for feed, (before, after) in zip(feeds, spelled):
             places = range(len(before), len(before) + len(after))
@@ -143,10 +143,10 @@ class Scoring:
         params = Params(max_tokens=0, prompt_logprobs=0, scored_from=len(before))
         return self._llm.request([*before, *after], params, slo=self._service.slo, recipe=recipe)
 
-    def _waves(self, feeds: Sequence[Feed], before: Sequence[list[int]]) -> list[list[Feed]]:
+    def _waves(self, feeds: Sequence[OutputStream], before: Sequence[list[int]]) -> list[list[OutputStream]]:
         """First one text after every prefix that can be shared, then all others; never more at once than may run."""
-        first: list[Feed] = []
-        others: list[Feed] = []
+        first: list[OutputStream] = []
+        others: list[OutputStream] = []
         seen = set[tuple[int, ...]]()
         for feed, prefix in zip(feeds, before):
             known = tuple(prefix)
@@ -156,15 +156,15 @@ class Scoring:
         return [wave[at : at + most] for wave in (first, others) for at in range(0, len(wave), most)]
 
 
-class Watched:
+class ScoringRun:
     """Runs requests wave by wave; they are cancelled when their client leaves."""
 
     def __init__(self, service: Service, receive: Receive) -> None:
         self._engine, self._metrics, self._receive = service.engine, service.metrics, receive
         self._gone = False
-        self._feeds: list[Feed] = []
+        self._feeds: list[OutputStream] = []
 
-    async def run(self, waves: Sequence[list[Feed]]) -> None:
+    async def run(self, waves: Sequence[list[OutputStream]]) -> None:
         """Raises ApiError if one fails."""
         watcher = asyncio.create_task(self._watch())
         try:

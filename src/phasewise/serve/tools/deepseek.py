@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Generator
 
 from phasewise.serve.tools.calls import json_call
-from phasewise.serve.tools.deltas import Out, Steps
-from phasewise.serve.tools.scan import Brackets, Known, balanced, spaces, until, word
+from phasewise.serve.tools.deltas import DeltaCollector, Steps
+from phasewise.serve.tools.scan import Brackets, KnownTools, balanced, spaces, until, word
 
 FIRST, LAST = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 BEGIN, SEP, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
@@ -22,7 +22,7 @@ LONGEST = 256  # characters of a name
 Read = Generator[None, str, tuple[str, str]]  # what was read and is no call, and the next character
 
 
-def read(out: Out, known: Known) -> Steps:
+def read(out: DeltaCollector, known: KnownTools) -> Steps:
     """Content, and every call. What follows an opening and is no call is content, the opening included."""
     c, lead = (yield), ""
     while True:
@@ -46,7 +46,7 @@ def read(out: Out, known: Known) -> Steps:
             lead = ""
 
 
-def _call(out: Out, c: str, known: Known) -> Read:
+def _call(out: DeltaCollector, c: str, known: KnownTools) -> Read:
     """The name, perhaps after the word "function" and in front of a fence, and the object of arguments."""
     name, c = yield from _name(c)
     held, c = yield from word(c, SEP)

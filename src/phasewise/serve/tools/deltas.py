@@ -11,7 +11,7 @@ Steps = Generator[None, str, None]  # is sent one character at a time, and "" at
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class OutputDelta:
     """A piece of content, reasoning or the arguments (JSON text) of a call; or a call's name, once, where it begins."""
 
     kind: Kind
@@ -19,7 +19,7 @@ class Delta:
     index: int = 0  # which call
 
 
-class Out:
+class DeltaCollector:
     """Collects deltas. `calls` have begun so far; `fresh`: a call or reasoning has ended and no text came since."""
 
     def __init__(self) -> None:
@@ -44,10 +44,10 @@ class Out:
         if text:
             self._add("arguments", text, self.calls - 1)
 
-    def take(self) -> list[Delta]:
+    def take(self) -> list[OutputDelta]:
         """Takes what has come since the last call; neighbours of one kind are one delta."""
         taken, self._deltas = self._deltas, []
-        return [Delta(kind, "".join(texts), index) for kind, texts, index in taken]
+        return [OutputDelta(kind, "".join(texts), index) for kind, texts, index in taken]
 
     def _add(self, kind: Kind, text: str, index: int) -> None:
         last = self._deltas[-1] if self._deltas else None
@@ -57,13 +57,13 @@ class Out:
             self._deltas.append((kind, [text], index))
 
 
-def joined(deltas: Iterable[Delta]) -> list[Delta]:
+def joined(deltas: Iterable[OutputDelta]) -> list[OutputDelta]:
     """The same with neighbours of one kind as one delta."""
-    found: list[Delta] = []
+    found: list[OutputDelta] = []
     for delta in deltas:
         last = found[-1] if found else None
         if last is not None and delta.kind != "call" and (last.kind, last.index) == (delta.kind, delta.index):
-            found[-1] = Delta(delta.kind, last.text + delta.text, delta.index)
+            found[-1] = OutputDelta(delta.kind, last.text + delta.text, delta.index)
         else:
             found.append(delta)
     return found

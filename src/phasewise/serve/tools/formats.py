@@ -8,9 +8,9 @@ from typing import Any
 
 from phasewise.errors import UserError, near
 from phasewise.serve.tools import deepseek, gemma, hermes, llama3, mistral, pythonic, qwen3_coder
-from phasewise.serve.tools.deltas import Out, Steps
+from phasewise.serve.tools.deltas import DeltaCollector, Steps
 from phasewise.serve.tools.reasoning import TAGS
-from phasewise.serve.tools.scan import Known
+from phasewise.serve.tools.scan import KnownTools
 from phasewise.serve.tools.spelling import Spelling
 
 Held = Callable[[str, Mapping[str, Any], str, Spelling], list[str]]
@@ -24,7 +24,7 @@ class Format:
     text of a template, and `tokens` are its words, which a tokenizer may hold to be special."""
 
     name: str
-    read: Callable[[Out, Known], Steps]
+    read: Callable[[DeltaCollector, KnownTools], Steps]
     opening: str
     closing: str
     trigger: str

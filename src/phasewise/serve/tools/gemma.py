@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from phasewise.serve.tools.deltas import Out, Steps
+from phasewise.serve.tools.deltas import DeltaCollector, Steps
 from phasewise.serve.tools.keyworded import keyworded_call
 from phasewise.serve.tools.pythonic import Read, arguments
-from phasewise.serve.tools.scan import Known, name, spaces, until, word
+from phasewise.serve.tools.scan import KnownTools, name, spaces, until, word
 
 FENCE, PRINT = "```", "print"
 OPEN = FENCE + "tool_code"
@@ -17,7 +17,7 @@ SHOWN = OPEN
 TOKENS = ()
 
 
-def read(out: Out, known: Known) -> Steps:
+def read(out: DeltaCollector, known: KnownTools) -> Steps:
     """Content, and the calls of every fence. What is no call there is content, and so is a fence without any."""
     c, lead = (yield), ""
     while True:
@@ -29,7 +29,7 @@ def read(out: Out, known: Known) -> Steps:
         lead = held if out.calls > calls else space + mark + held
 
 
-def _fenced(out: Out, c: str, known: Known) -> Read:
+def _fenced(out: DeltaCollector, c: str, known: KnownTools) -> Read:
     """Calls up to the end of the fence; what was read since the last of them and is no call, and the next character."""
     listed, calls, held = False, out.calls, ""
     while True:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from phasewise.serve.tools.calls import json_call
-from phasewise.serve.tools.deltas import Out, Steps
-from phasewise.serve.tools.scan import Known, call, spaces, until
+from phasewise.serve.tools.deltas import DeltaCollector, Steps
+from phasewise.serve.tools.scan import KnownTools, call, spaces, until
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 OPENING = '<tool_call>\n{{"name": "{name}", "arguments": {{'
@@ -15,7 +15,7 @@ SHOWN = r"<tool_call>(?:\\n|\s)*\{"  # where a template describes such calls
 TOKENS = (OPEN, CLOSE)
 
 
-def read(out: Out, known: Known) -> Steps:
+def read(out: DeltaCollector, known: KnownTools) -> Steps:
     """Content, and every call. What follows an opening and is no call is content, the opening included."""
     c, lead, due = (yield), "", False
     while True:

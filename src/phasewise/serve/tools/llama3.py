@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from phasewise.serve.tools.calls import json_call
-from phasewise.serve.tools.deltas import Out, Steps
-from phasewise.serve.tools.scan import Known, call, spaces, until
+from phasewise.serve.tools.deltas import DeltaCollector, Steps
+from phasewise.serve.tools.scan import KnownTools, call, spaces, until
 
 TAG = "<|python_tag|>"
 BETWEEN = ";,"  # calls, besides white space
@@ -16,7 +16,7 @@ SHOWN = r'\{\\?"name\\?": [^{}]*\\?"parameters\\?":'
 TOKENS = (TAG,)
 
 
-def read(out: Out, known: Known) -> Steps:
+def read(out: DeltaCollector, known: KnownTools) -> Steps:
     """Calls where the answer begins, after the tag, and one after the other; all else is content."""
     c, lead, plain, after = (yield), "", True, False
     while True:

@@ -16,7 +16,7 @@ OBJECT = {"type", "properties", "required", "additionalProperties", "unevaluated
 
 
 @dataclass(frozen=True)
-class Member:
+class ToolArgument:
     """One argument: its name, what its schema says, with the definitions that it may refer to, and whether it must be
     there."""
 
@@ -25,7 +25,7 @@ class Member:
     required: bool
 
 
-def members(function: Mapping[str, Any]) -> list[Member]:
+def members(function: Mapping[str, Any]) -> list[ToolArgument]:
     """The arguments of a function in the order of its schema; others, which it may allow, are left out. Raises ApiError
     naming a keyword that is not honoured."""
     schema = of_object(function)
@@ -39,7 +39,7 @@ def members(function: Mapping[str, Any]) -> list[Member]:
         own = properties.get(key, True)
         if not isinstance(own, dict | bool) or own is False:
             raise refused(function, f"{json.dumps(own)} for {key}")
-        found.append(Member(key, {**({} if own is True else own), **(shared if own not in (True, {}) else {})},
+        found.append(ToolArgument(key, {**({} if own is True else own), **(shared if own not in (True, {}) else {})},
                             key in required))  # fmt: skip
     return found
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Generator
 
 from phasewise.serve.tools.calls import json_call
-from phasewise.serve.tools.deltas import Out, Steps
-from phasewise.serve.tools.scan import Brackets, Known, balanced, call, name, spaces, until
+from phasewise.serve.tools.deltas import DeltaCollector, Steps
+from phasewise.serve.tools.scan import Brackets, KnownTools, balanced, call, name, spaces, until
 
 MARK, ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 OPENING = '[TOOL_CALLS] [{{"name": "{name}", "arguments": {{'
@@ -17,7 +17,7 @@ SHOWN = r"\[TOOL_CALLS\]"
 TOKENS = (MARK, ID, ARGS)
 
 
-def read(out: Out, known: Known) -> Steps:
+def read(out: DeltaCollector, known: KnownTools) -> Steps:
     """Content, and the calls after every mark. What follows a mark and is no call is content, the mark included."""
     c, lead = (yield), ""
     while True:
@@ -35,7 +35,7 @@ def read(out: Out, known: Known) -> Steps:
         lead = held if out.calls > calls else space + mark + gap + held
 
 
-def _several(out: Out, c: str, known: Known) -> Generator[None, str, tuple[str, str]]:
+def _several(out: DeltaCollector, c: str, known: KnownTools) -> Generator[None, str, tuple[str, str]]:
     """A list of calls; what was read since the last of them, if the list is none, and the next character."""
     read, c = c, (yield)
     while c:
@@ -51,7 +51,7 @@ def _several(out: Out, c: str, known: Known) -> Generator[None, str, tuple[str, 
     return read, c
 
 
-def _named(out: Out, c: str, known: Known) -> Generator[None, str, tuple[str, str]]:
+def _named(out: DeltaCollector, c: str, known: KnownTools) -> Generator[None, str, tuple[str, str]]:
     """A name, perhaps an id, and the object of arguments; what was read, if that is no call, and the next character."""
     said, c = yield from name(c)
     held, tag = said, ""

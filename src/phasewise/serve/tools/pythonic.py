@@ -7,9 +7,9 @@ import math
 import re
 from collections.abc import Generator
 
-from phasewise.serve.tools.deltas import Out, Steps
+from phasewise.serve.tools.deltas import DeltaCollector, Steps
 from phasewise.serve.tools.keyworded import keyworded_call
-from phasewise.serve.tools.scan import Known, name, spaces, until
+from phasewise.serve.tools.scan import KnownTools, name, spaces, until
 
 START, END = "<|python_start|>", "<|python_end|>"
 OPENING = "[{name}("
@@ -29,7 +29,7 @@ Read = Generator[None, str, tuple[str, str]]  # what was read and is wrong (or i
 Fine = Generator[None, str, tuple[bool, str]]  # whether all is well so far, and the next character
 
 
-def read(out: Out, known: Known) -> Steps:
+def read(out: DeltaCollector, known: KnownTools) -> Steps:
     """A list of calls where the answer begins; all else, and what follows, is content."""
     c = yield
     gap, c = yield from spaces(c)
@@ -51,7 +51,7 @@ def read(out: Out, known: Known) -> Steps:
         lead = "" if out.calls and out.fresh else space + mark
 
 
-def _list(out: Out, c: str, known: Known) -> Read:
+def _list(out: DeltaCollector, c: str, known: KnownTools) -> Read:
     held, c = c, (yield)
     while c:
         gap, c = yield from spaces(c)
@@ -75,7 +75,7 @@ def _list(out: Out, c: str, known: Known) -> Read:
     return held, c
 
 
-def arguments(out: Out, c: str) -> Generator[None, str, tuple[str | None, str]]:
+def arguments(out: DeltaCollector, c: str) -> Generator[None, str, tuple[str | None, str]]:
     """a=1, b=2) as members of an object: None, or what was read and is wrong; and the next character."""
     first = True
     while True:
@@ -103,7 +103,7 @@ def arguments(out: Out, c: str) -> Generator[None, str, tuple[str | None, str]]:
             return gap, c
 
 
-def _value(out: Out, c: str, depth: int) -> Fine:
+def _value(out: DeltaCollector, c: str, depth: int) -> Fine:
     if c and c in "'\"":
         return (yield from _string(out, c))
     if c and c in "[({":
@@ -132,7 +132,7 @@ def _literal(word: str) -> str | None:
     return json.dumps(value) if math.isfinite(value) else None
 
 
-def _container(out: Out, c: str, depth: int) -> Fine:
+def _container(out: DeltaCollector, c: str, depth: int) -> Fine:
     """A list, tuple or dictionary."""
     close, pairs = {"[": "]", "(": ")", "{": "}"}[c], c == "{"
     out.arguments("{" if pairs else "[")
@@ -163,7 +163,7 @@ def _container(out: Out, c: str, depth: int) -> Fine:
             return False, c
 
 
-def _string(out: Out, quote: str) -> Fine:
+def _string(out: DeltaCollector, quote: str) -> Fine:
     out.arguments('"')
     c = yield
     while c and c != quote:
@@ -183,7 +183,7 @@ def _string(out: Out, quote: str) -> Fine:
     return True, (yield)
 
 
-def _code(out: Out, kind: str) -> Generator[None, str, str]:
+def _code(out: DeltaCollector, kind: str) -> Generator[None, str, str]:
     """The digits after a backslash and x, u or U; too few of them are text. The next character."""
     digits, c = "", (yield)
     while c and c in "0123456789abcdefABCDEF" and len(digits) < _DIGITS[kind]:

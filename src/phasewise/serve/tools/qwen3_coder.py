@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Generator
 
-from phasewise.serve.tools.deltas import Out, Steps
-from phasewise.serve.tools.scan import Known, spaces, until, word
+from phasewise.serve.tools.deltas import DeltaCollector, Steps
+from phasewise.serve.tools.scan import KnownTools, spaces, until, word
 from phasewise.serve.tools.tagged import DONE, END, PARAMETER, tagged_call
 
 OPEN, CLOSE, FUNCTION = "<tool_call>", "</tool_call>", "<function="
@@ -25,7 +25,7 @@ WORDS = {"true": "true", "false": "false", "none": "null", "null": "null"}
 Read = Generator[None, str, tuple[str, str]]  # what was read and is not used, and the next character
 
 
-def read(out: Out, known: Known) -> Steps:
+def read(out: DeltaCollector, known: KnownTools) -> Steps:
     """Content, and every call. What follows an opening and is no call is content, the opening included."""
     c, lead, due = (yield), "", False
     while True:
@@ -49,7 +49,7 @@ def read(out: Out, known: Known) -> Steps:
         lead = held if due else lead + held
 
 
-def _function(out: Out, c: str, known: Known) -> Read:
+def _function(out: DeltaCollector, c: str, known: KnownTools) -> Read:
     """name>, parameters, and the end."""
     name, c = yield from _name(c)
     if not name.endswith(">") or not known(name[:-1]):
@@ -76,7 +76,7 @@ def _function(out: Out, c: str, known: Known) -> Read:
         return (gap if tag or c else "") + tag, c
 
 
-def _text(out: Out, c: str) -> Generator[None, str, tuple[bool, str]]:
+def _text(out: DeltaCollector, c: str) -> Generator[None, str, tuple[bool, str]]:
     """A text, as it comes; whether its end came, too."""
     out.arguments('"')
     c = yield from _after_break(c)
@@ -94,7 +94,7 @@ def _text(out: Out, c: str) -> Generator[None, str, tuple[bool, str]]:
     return False, ""
 
 
-def _value(out: Out, c: str) -> Generator[None, str, tuple[bool, str]]:
+def _value(out: DeltaCollector, c: str) -> Generator[None, str, tuple[bool, str]]:
     """The same of a value that is to be JSON."""
     c, held = (yield from _after_break(c)), ""
     while c and not held.endswith(DONE):

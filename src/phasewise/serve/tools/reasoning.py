@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phasewise.serve.tools.deltas import Out, Steps
+from phasewise.serve.tools.deltas import DeltaCollector, Steps
 from phasewise.serve.tools.scan import until
 
 
@@ -19,7 +19,7 @@ class Tags:
 TAGS = {"think": Tags("<think>", "</think>"), "mistral": Tags("[THINK]", "[/THINK]")}
 
 
-def split(out: Out, tags: Tags, opened: bool, content: Steps) -> Steps:
+def split(out: DeltaCollector, tags: Tags, opened: bool, content: Steps) -> Steps:
     """Reasoning, and what follows it for another reader. `opened`: the prompt ends with the opening tag.
 
     Without the opening tag all is content. White space beside the tags is dropped.

@@ -13,7 +13,7 @@ from collections.abc import Collection, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from phasewise.serve.tools.deltas import Kind, Out
+from phasewise.serve.tools.deltas import DeltaCollector, Kind
 
 OUTSIDE = frozenset(string.ascii_letters + string.digits + string.whitespace + "+-.,:")  # of JSON, between strings
 CLOSES = {"{": "}", "[": "]"}
@@ -26,7 +26,7 @@ _FIRST = re.compile(r'\{\s*"(?:name|type|id)"\s*:')
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownTools:
     """The tools that a request has; `schemas` of their parameters, as far as readers need to know them."""
 
     names: frozenset[str]
@@ -58,7 +58,7 @@ def spaces(c: str, besides: str = "") -> Generator[None, str, tuple[str, str]]:
 
 
 def until(
-    out: Out, c: str, marks: Collection[str], lead: str = "", kind: Kind = "content"
+    out: DeltaCollector, c: str, marks: Collection[str], lead: str = "", kind: Kind = "content"
 ) -> Generator[None, str, tuple[str, str, str]]:
     """Text up to one of the marks: which ("" at the end), the white space before it, and the next character.
 
@@ -113,7 +113,7 @@ class Brackets:
         return self.quoted or c in '"{}[]' or c in OUTSIDE
 
 
-def balanced(out: Out, c: str, brackets: Brackets, depth: int) -> Generator[None, str, str]:
+def balanced(out: DeltaCollector, c: str, brackets: Brackets, depth: int) -> Generator[None, str, str]:
     """Arguments as they come, until no more than `depth` brackets are open, or what follows is no JSON."""
     while c and brackets.step(c):
         out.arguments(c)
@@ -124,7 +124,7 @@ def balanced(out: Out, c: str, brackets: Brackets, depth: int) -> Generator[None
     return c
 
 
-def call(out: Out, c: str, known: Known, plain: bool = False) -> Generator[None, str, tuple[str, str]]:
+def call(out: DeltaCollector, c: str, known: KnownTools, plain: bool = False) -> Generator[None, str, tuple[str, str]]:
     """The object {"name": ..., "arguments": {...}} that begins with `c`, which is a "{".
 
     Once the name of a known tool and the opening of its arguments stand, the call has begun, and its arguments are
@@ -148,7 +148,7 @@ def call(out: Out, c: str, known: Known, plain: bool = False) -> Generator[None,
     return held, c
 
 
-def _rest(out: Out, c: str, brackets: Brackets) -> Generator[None, str, str]:
+def _rest(out: DeltaCollector, c: str, brackets: Brackets) -> Generator[None, str, str]:
     """The arguments, and what their object still has."""
     c = yield from balanced(out, c, brackets, 1)
     if brackets.depth > 1:
@@ -169,7 +169,7 @@ def _name(held: str) -> str | None:
         return None
 
 
-def _whole(out: Out, held: str, known: Known) -> bool:
+def _whole(out: DeltaCollector, held: str, known: KnownTools) -> bool:
     """True if a complete object is a call, which is then emitted."""
     try:
         value = json.loads(held)

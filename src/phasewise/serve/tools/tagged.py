@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from phasewise.serve.tools.calls import refused, schema_rule
-from phasewise.serve.tools.members import ABOUT, DEFINITIONS, Member, members, only
-from phasewise.serve.tools.scan import Known
+from phasewise.serve.tools.members import ABOUT, DEFINITIONS, ToolArgument, members, only
+from phasewise.serve.tools.scan import KnownTools
 from phasewise.serve.tools.spelling import Spelling, quoted
 
 PARAMETER, DONE, END = "<parameter=", "</parameter>", "</function>"
@@ -22,7 +22,7 @@ def tagged_call(rule: str, function: Mapping[str, Any], item: str, spell: Spelli
         any_ = f'"{PARAMETER}" {KEY} ">\\n" {rule}_any "\\n"'
         return [f'{rule}: {spell(item)} ({any_})* "{END}\\n"', _text(f"{rule}_any", "")]
     rules, parts = list[str](), []
-    known = Known(frozenset(), {function["name"]: function.get("parameters")})
+    known = KnownTools(frozenset(), {function["name"]: function.get("parameters")})
     for i, member in enumerate(members(function)):
         name = f"{rule}_{i}"
         opened = quoted(f"{PARAMETER}{member.key}>\n")
@@ -36,7 +36,7 @@ def tagged_call(rule: str, function: Mapping[str, Any], item: str, spell: Spelli
     return [f'{rule}: {spell(item)} {" ".join(parts)} "{END}\\n"', *rules]
 
 
-def _said(name: str, opened: str, member: Member, function: Mapping[str, Any]) -> list[str]:
+def _said(name: str, opened: str, member: ToolArgument, function: Mapping[str, Any]) -> list[str]:
     """The rules of a parameter that is text."""
     schema = member.schema
     only(function, schema, TEXT)

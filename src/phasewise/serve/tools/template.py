@@ -16,7 +16,7 @@ from typing import Any
 from phasewise.errors import UserError
 from phasewise.model.chat import ChatTemplate
 from phasewise.serve.tools.formats import AUTO, FORMATS, NONE, Format
-from phasewise.serve.tools.reader import Manner, Reader
+from phasewise.serve.tools.reader import OutputParser, ParserOptions
 from phasewise.serve.tools.reasoning import TAGS, Tags
 
 PROBE, ARGUMENTS = "look_up_the_weather", {"city": "Oslo"}
@@ -31,7 +31,7 @@ TOOL = {
 
 
 @dataclass(frozen=True)
-class Shown:
+class TemplateTools:
     """`format` of calls, if one is known; `opening`: what a call to {name} begins with; `objects`: the template wants
     arguments as objects, not as text; `tags` around reasoning, if the model reasons."""
 
@@ -42,22 +42,22 @@ class Shown:
     tags: Tags | None = None
 
 
-def look(template: ChatTemplate, tool_format: str = AUTO, reasoning_format: str = AUTO) -> Shown:
+def look(template: ChatTemplate, tool_format: str = AUTO, reasoning_format: str = AUTO) -> TemplateTools:
     """Finds what these templates show. A format named by the user is taken as it is."""
     text = "\n".join(template.sources.values())
     tags = TAGS.get(reasoning_format)
     if reasoning_format == AUTO:
         tags = next((each for each in TAGS.values() if each.open in text or each.close in text), None)
     if not template.takes_tools or tool_format == NONE:
-        return Shown(template.takes_tools, tags=tags)
+        return TemplateTools(template.takes_tools, tags=tags)
     formats = list(FORMATS.values()) if tool_format == AUTO else [FORMATS[tool_format]]
     for objects in (True, False):
         written = _written(template, objects)
         for format in formats:
             if _calls(format, written) == [(PROBE, ARGUMENTS)]:
-                return Shown(True, format, _opening(format, written), objects, tags)
+                return TemplateTools(True, format, _opening(format, written), objects, tags)
     known = next((f for f in formats if tool_format != AUTO or re.search(f.shown, text)), None)
-    return Shown(True, known, known.opening if known else "", True, tags)
+    return TemplateTools(True, known, known.opening if known else "", True, tags)
 
 
 def _written(template: ChatTemplate, objects: bool) -> str:
@@ -83,7 +83,7 @@ def _written(template: ChatTemplate, objects: bool) -> str:
 
 
 def _calls(format: Format, text: str) -> list[tuple[str, Any]]:
-    reader = Reader(Manner(format, frozenset({PROBE})))
+    reader = OutputParser(ParserOptions(format, frozenset({PROBE})))
     found: list[list[str]] = []
     for delta in reader.push(text) + reader.finish():
         if delta.kind == "call":
@@ -101,7 +101,7 @@ def _opening(format: Format, written: str) -> str:
     if not format.opening.endswith(("{{", "(")):  # it begins with no bracket: a call without arguments has none
         return format.opening
     begun = written[: written.index("city")].rstrip("\"' \n")
-    reader = Reader(Manner(format, frozenset({PROBE})))
+    reader = OutputParser(ParserOptions(format, frozenset({PROBE})))
     deltas = reader.push(begun)
     if [delta.kind for delta in deltas if delta.kind != "arguments"] != ["call"]:
         return format.opening

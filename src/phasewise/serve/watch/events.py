@@ -15,11 +15,11 @@ from itertools import count
 from fastapi import Request
 from starlette.responses import Response, StreamingResponse
 
-from phasewise.serve.bell import Bell
 from phasewise.serve.failures import ApiError
-from phasewise.serve.guard.exchange import CURRENT
+from phasewise.serve.guard.context import CURRENT
 from phasewise.serve.guard.keys import KeyRing
 from phasewise.serve.loop import EngineLoop
+from phasewise.serve.notifier import Notifier
 from phasewise.serve.watch.watcher import Told, Watcher
 
 HELD = 1024  # events that wait for one listener
@@ -31,7 +31,7 @@ class Listener:
     """One stream: what waits to be sent on it. `own`: only the requests of this key, and no steps; None: all."""
 
     def __init__(self, own: str | None) -> None:
-        self.own, self.bell, self.over = own, Bell(), False
+        self.own, self.bell, self.over = own, Notifier(), False
         self.dropped = 0  # since it was last told
         self._waits: deque[str] = deque()
 

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Iterable
 from typing import Any
 
-from phasewise.serve.guard.exchange import Exchange
+from phasewise.serve.guard.context import RequestContext
 
 LOGGERS = ("phasewise", "uvicorn")
 LONGEST = 200  # characters of a path
@@ -60,7 +60,7 @@ def request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
     return given[0].decode() if len(given) == 1 and _SANE.fullmatch(given[0]) else uuid.uuid4().hex
 
 
-def request_line(exchange: Exchange) -> None:
+def request_line(exchange: RequestContext) -> None:
     """Log a request that has ended. Seconds begin when its headers were read."""
     if not requests.isEnabledFor(logging.INFO):
         return

@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from phasewise.llm import AGAIN
 from phasewise.recipes import DEFAULT
-from phasewise.serve.loop import Feed, Snapshot
+from phasewise.serve.loop import OutputStream, Snapshot
 
 SHORT = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
@@ -51,7 +51,7 @@ class Tally:
         self.ttft, self.tpot, self.itl = Histogram(LONG), Histogram(SHORT), Histogram(SHORT)
         self.e2e, self.queued, self.handoff = Histogram(LONG), Histogram(LONG), Histogram(LONG)
 
-    def left(self, feed: Feed) -> None:
+    def left(self, feed: OutputStream) -> None:
         """A request has left; its latencies and its way out are counted."""
         assert feed.left is not None and feed.trace is not None
         finished = feed.left.how == "finished"
@@ -104,7 +104,7 @@ class Metrics(Collector):
         tally.accepted += requests
         tally.prompt_tokens += prompt_tokens
 
-    def left(self, feed: Feed) -> None:
+    def left(self, feed: OutputStream) -> None:
         """A request has left."""
         self._tally(feed.request.recipe).left(feed)
 

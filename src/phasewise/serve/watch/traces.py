@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
     from opentelemetry.sdk.trace.export import SpanExporter
 
-    from phasewise.serve.guard.exchange import Exchange
-    from phasewise.serve.loop import Feed
+    from phasewise.serve.guard.context import RequestContext
+    from phasewise.serve.loop import OutputStream
 
 OPERATIONS = {
     "/v1/completions": "text_completion", "/v1/chat/completions": "chat", "/v1/messages": "chat",
@@ -62,7 +62,7 @@ class Tracer:
         self._parents = TraceContextTextMapPropagator()
         self._epoch = time.time_ns() - time.monotonic_ns()
 
-    def ended(self, exchange: Exchange) -> None:
+    def ended(self, exchange: RequestContext) -> None:
         """All of a request is over."""
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
@@ -83,7 +83,7 @@ class Tracer:
             self._stages(number, feed, below)
         span.end(self._at(time.monotonic()))
 
-    def _stages(self, number: int, feed: Feed, below: Context) -> None:
+    def _stages(self, number: int, feed: OutputStream, below: Context) -> None:
         """The stages of one sequence, as far as it came."""
         trace = feed.trace
         assert trace is not None and trace.left is not None
@@ -115,7 +115,7 @@ class Tracer:
         return int(seconds * 1e9) + self._epoch
 
 
-def _said_of(exchange: Exchange, operation: str | None) -> dict[str, Any]:
+def _said_of(exchange: RequestContext, operation: str | None) -> dict[str, Any]:
     """Attributes, as the semantic conventions of HTTP and GenAI call them; those that are not known are left out."""
     said: Mapping[str, Any] = {
         "http.request.method": exchange.method,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from phasewise.llm import AGAIN
 
 if TYPE_CHECKING:
-    from phasewise.serve.loop import Feed
+    from phasewise.serve.loop import OutputStream
     from phasewise.verbs.place import Placed
 
 Told = tuple[str, "str | None", dict[str, Any]]
@@ -29,9 +29,11 @@ class Watcher:
         self._placed: Placed | None = None
         self._counted: dict[str, dict[str, int]] = {}  # by lane
         self._numbers: tuple[int, ...] = ()  # of the last step event, but for its lanes
-        self._lives: dict[int, tuple[Feed, dict[str, float]]] = {}  # of each request, what was told of it, and when
+        self._lives: dict[
+            int, tuple[OutputStream, dict[str, float]]
+        ] = {}  # of each request, what was told of it, and when
 
-    def begin(self, placed: Placed | None, feeds: Iterable[Feed]) -> list[Told]:
+    def begin(self, placed: Placed | None, feeds: Iterable[OutputStream]) -> list[Told]:
         """The state that a new listener needs: the engine as it is, and the lives of the requests so far."""
         if self._placed is None:
             self._lives = {feed.number: (feed, {}) for feed in feeds}
@@ -44,7 +46,7 @@ class Watcher:
             self._placed, self._counted, self._numbers = placed, _counted(placed), _numbers(placed)
         return [_step(_numbers(placed), []), *lives]
 
-    def look(self, placed: Placed, feeds: Iterable[Feed]) -> None:
+    def look(self, placed: Placed, feeds: Iterable[OutputStream]) -> None:
         """Tell what is new."""
         found: list[Told] = []
         if placed is not self._placed:  # it has been loaded anew
@@ -99,13 +101,13 @@ def _step(numbers: tuple[int, ...], lanes: Sequence[dict[str, Any]]) -> Told:
     return "step", None, {"at": round(time.monotonic(), 4), **told, "lanes": lanes}
 
 
-def _event(feed: Feed, what: str, at: float, more: dict[str, Any] | None = None) -> Told:
+def _event(feed: OutputStream, what: str, at: float, more: dict[str, Any] | None = None) -> Told:
     quota = None if feed.exchange is None else feed.exchange.quota
     told = {"number": feed.number, "what": what, "at": round(at, 4)} | (more or {})
     return "request", None if quota is None else quota.key.name, told
 
 
-def _stages(feed: Feed) -> Iterable[tuple[str, float, dict[str, Any]]]:
+def _stages(feed: OutputStream) -> Iterable[tuple[str, float, dict[str, Any]]]:
     """The stages that a request has reached, when, and what is told of them."""
     request, trace = feed.request, feed.request.trace
     recipe = request.recipe.partition(AGAIN)[0]
@@ -121,19 +123,19 @@ def _stages(feed: Feed) -> Iterable[tuple[str, float, dict[str, Any]]]:
         yield "owned", trace.owned, _by(feed, "owned")
 
 
-def _by(feed: Feed, what: str) -> dict[str, Any]:
+def _by(feed: OutputStream, what: str) -> dict[str, Any]:
     """The worker that a stage ran on."""
     return {"worker": feed.request.trace.by.get(what, ENGINE)}
 
 
-def _so_far(feed: Feed, life: dict[str, float]) -> Iterable[Told]:
+def _so_far(feed: OutputStream, life: dict[str, float]) -> Iterable[Told]:
     """A life again, as far as it has been told."""
     for what, at, more in _stages(feed):
         if what in life:
             yield _event(feed, what, at, more)
 
 
-def _news(feed: Feed, life: dict[str, float], alone: bool) -> Iterable[Told]:
+def _news(feed: OutputStream, life: dict[str, float], alone: bool) -> Iterable[Told]:
     """Events of a request's life since the last look. A stage whose time has changed has come again."""
     request = feed.request
     for what, at, more in _stages(feed):

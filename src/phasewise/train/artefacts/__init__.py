@@ -22,7 +22,7 @@ from phasewise.model import artefacts
 from phasewise.model.artefacts import Artefact
 from phasewise.model.model import Model
 from phasewise.train import dense
-from phasewise.train.dense import Dense
+from phasewise.train.dense import DenseDecoder
 from phasewise.train.device import device
 from phasewise.train.mixture import Mixture, of_model
 
@@ -34,14 +34,14 @@ def names() -> list[str]:
     return sorted(module.name.replace("_", ".", 1) for module in pkgutil.iter_modules(__path__))
 
 
-def frozen(model: str) -> Dense:
+def frozen(model: str) -> DenseDecoder:
     """A model to train beside or through: its twin, in float32, where training computes."""
     return dense.load(model_path(model)).to(device()).requires_grad_(False)
 
 
-def trainer(kind: str) -> Callable[[Any, Job], Path]:
+def trainer(kind: str) -> Callable[[Any, ArtefactJob], Path]:
     """The trainer of artefacts of this kind. Raises UserError for one that nothing trains."""
-    return cast(Callable[[Any, Job], Path], _module(kind).train)
+    return cast(Callable[[Any, ArtefactJob], Path], _module(kind).train)
 
 
 def kept(kind: str) -> str:
@@ -56,7 +56,7 @@ def _module(kind: str) -> ModuleType:
 
 
 @dataclass(frozen=True)
-class Job:
+class ArtefactJob:
     """One run: the base model, where it goes, and how long."""
 
     model: str  # a name or directory
@@ -69,7 +69,7 @@ class Job:
     def checkpoint(self) -> Path:
         return self.out / CHECKPOINT
 
-    def base(self) -> tuple[Model, Dense]:
+    def base(self) -> tuple[Model, DenseDecoder]:
         """The base model, and its twin to train with. Raises UserError if there can be none."""
         return load_model(self.model, dtype=torch.float32), frozen(self.model)
 

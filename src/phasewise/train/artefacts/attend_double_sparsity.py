@@ -28,12 +28,12 @@ from phasewise.step.phase import Phase
 from phasewise.step.plan import AttentionPlan, Custom
 from phasewise.step.read import Read
 from phasewise.step.span import Span
-from phasewise.train.artefacts import Job
+from phasewise.train.artefacts import ArtefactJob
 
 TOKENS, ROW = 131_072, 512
 
 
-def train(method: DoubleSparsity, job: Job) -> Path:
+def train(method: DoubleSparsity, job: ArtefactJob) -> Path:
     """Measure `job.tokens` of text in stretches of 512."""
     model, tokens = load_model(job.model, dtype=torch.float32), job.tokens or TOKENS
     tensors = measure(model, stretches(job.model, max(1, tokens // ROW), job.seed))

@@ -16,8 +16,8 @@ from phasewise.methods.attend.infllm import BlockMeans, InfLLM
 from phasewise.model.config import ModelConfig
 from phasewise.step.plan import Scores
 from phasewise.step.reference import rivals_of, selected
-from phasewise.train.artefacts import Job
-from phasewise.train.dense import Block
+from phasewise.train.artefacts import ArtefactJob
+from phasewise.train.dense import TokenBlock
 from phasewise.train.lowrank import LowRank
 from phasewise.train.masked import tune
 from phasewise.train.passes import Pass
@@ -25,25 +25,25 @@ from phasewise.train.passes import Pass
 TOKENS = 1_000_000  # padding included: a twentieth of what the pocket model itself has seen
 
 
-def train(method: InfLLM, job: Job) -> Path:
+def train(method: InfLLM, job: ArtefactJob) -> Path:
     """Tune for one way to choose; `job.out` gets checkpoint.pt, losses.csv and the artefact."""
     config = config_of(job.model)
     return tune(method.artefact(config), mask(method, config), job, TOKENS)
 
 
-def mask(method: InfLLM, config: ModelConfig) -> Chosen:
+def mask(method: InfLLM, config: ModelConfig) -> BlockChoice:
     """The rows that each row reads when the method serves."""
-    return Chosen(method, range(config.layers) if method.acts(config.max_positions) else range(0))
+    return BlockChoice(method, range(config.layers) if method.acts(config.max_positions) else range(0))
 
 
 @dataclass(frozen=True)
-class Chosen:
+class BlockChoice:
     """Rows of a block choose, each from those of its own text before it, which are counted from its first token."""
 
     method: InfLLM
     layers: range
 
-    def on(self, blocks: Sequence[Block], delta: LowRank | None) -> Pass:
+    def on(self, blocks: Sequence[TokenBlock], delta: LowRank | None) -> Pass:
         return Pass(picks=self._picks, delta=delta)
 
     @torch.no_grad()

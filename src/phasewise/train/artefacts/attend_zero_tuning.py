@@ -29,7 +29,7 @@ from phasewise.request.request import Request
 from phasewise.step.forward import forward
 from phasewise.step.phase import Phase
 from phasewise.step.span import Span
-from phasewise.train.artefacts import Job
+from phasewise.train.artefacts import ArtefactJob
 from phasewise.train.log import Log
 from phasewise.train.mixture import Mixture, Stage
 from phasewise.train.trainer import bar
@@ -44,7 +44,7 @@ ROUNDING = 1e-4  # nats between two machines, at most
 
 
 @dataclass(frozen=True)
-class Example:
+class TuningExample:
     """Tokens, and those of them that are to be predicted."""
 
     tokens: list[int]
@@ -52,7 +52,7 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Trial:
+class TuningTrial:
     """A setting that was tried, and the mean loss of the validation part with it, nats per predicted token."""
 
     name: str
@@ -64,7 +64,7 @@ class Trial:
 Loss = Callable[[Tensor], float]
 
 
-def train(method: ZeroTuning, job: Job) -> Path:
+def train(method: ZeroTuning, job: ArtefactJob) -> Path:
     """Choose for one model; `job.out` gets trials.csv, which a run that goes on starts from, and the artefact."""
     model, _ = job.base()
     tokens, shape = job.tokens or TOKENS, (model.config.layers, model.config.heads)
@@ -81,7 +81,7 @@ def train(method: ZeroTuning, job: Job) -> Path:
             f"{path} is of another run: without a factor the loss is {before[0]} there and {own} here; leave out "
             "--resume, choose another --out, or repeat --tokens and --seed as they were"
         )
-    trials = list[Trial]()
+    trials = list[TuningTrial]()
     with Log(path, len(before)) as log, bar() as shown:
         task = shown.add_task("trials", total=1 + shape[0] * shape[1] + 3 * len(GAMMAS), note="")
         for trial in search(remembering(before, loss), shape):
@@ -107,28 +107,30 @@ def remembering(before: Sequence[float], loss: Loss) -> Loss:
     return lambda lift: left.pop(0) if left else loss(lift)
 
 
-def validation(mixture: Mixture, tokens: int, seed: int) -> list[Example]:
+def validation(mixture: Mixture, tokens: int, seed: int) -> list[TuningExample]:
     """Conversations of the tasks, long and short, and windows of library source."""
-    rng, found, left = Random(f"{seed} zero tuning"), list[Example](), tokens
+    rng, found, left = Random(f"{seed} zero tuning"), list[TuningExample](), tokens
     shares = {"code": PARTS.code, "long": PARTS.long, "short": 1 - PARTS.code - PARTS.long}
     while left > 0:
         kind = rng.choices(list(shares), list(shares.values()))[0]
         if kind == "code":
             ids = mixture.source(rng, PARTS.row // 3, 1).ids[0].tolist()
-            one = Example(ids, [True] * len(ids))
+            one = TuningExample(ids, [True] * len(ids))
         else:
             pieces = mixture.long_row(rng, PARTS.row) if kind == "long" else mixture.short_row(rng, PARTS)
-            one = Example([token for ids, _ in pieces for token in ids], [learn for ids, learn in pieces for _ in ids])
+            one = TuningExample(
+                [token for ids, _ in pieces for token in ids], [learn for ids, learn in pieces for _ in ids]
+            )
         if len(one.tokens) <= 2 * PARTS.row and any(one.learned[1:]):
             found.append(one)
             left -= len(one.tokens)
     return found
 
 
-def search(loss: Loss, shape: tuple[int, int]) -> Iterator[Trial]:
+def search(loss: Loss, shape: tuple[int, int]) -> Iterator[TuningTrial]:
     """Everything that is tried, dense attention first. `loss` is asked in an order that its answers alone decide."""
     none = torch.zeros(shape)
-    yield (dense := Trial("none", 1.0, none, loss(none)))
+    yield (dense := TuningTrial("none", 1.0, none, loss(none)))
     helped = torch.zeros(shape, dtype=torch.bool)
     for layer in range(shape[0]):
         for head in range(shape[1]):
@@ -142,13 +144,13 @@ def search(loss: Loss, shape: tuple[int, int]) -> Iterator[Trial]:
             yield _tried(loss, name, heads, gamma)
 
 
-def _tried(loss: Loss, name: str, heads: Tensor, gamma: float) -> Trial:
+def _tried(loss: Loss, name: str, heads: Tensor, gamma: float) -> TuningTrial:
     lift = torch.where(heads, torch.tensor(gamma).log(), torch.zeros(()))
-    return Trial(name, gamma, lift, loss(lift))
+    return TuningTrial(name, gamma, lift, loss(lift))
 
 
 @torch.inference_mode()
-def mean_loss(model: Model, examples: Sequence[Example], attend: Any) -> float:
+def mean_loss(model: Model, examples: Sequence[TuningExample], attend: Any) -> float:
     """Nats per token to be predicted, each given the true tokens before it."""
     total, count = 0.0, 0
     for group in _groups(examples):
@@ -160,8 +162,8 @@ def mean_loss(model: Model, examples: Sequence[Example], attend: Any) -> float:
     return total / count
 
 
-def _groups(examples: Sequence[Example]) -> Iterator[list[Example]]:
-    group, rows = list[Example](), 0
+def _groups(examples: Sequence[TuningExample]) -> Iterator[list[TuningExample]]:
+    group, rows = list[TuningExample](), 0
     for one in examples:
         if group and rows + len(one.tokens) > AT_ONCE:
             yield group

@@ -16,14 +16,14 @@ from torch.optim import AdamW
 
 from phasewise.errors import UserError
 from phasewise.methods.decode.augment import GAIN, SOFT, Augment
-from phasewise.train.artefacts import Job
-from phasewise.train.dense import Block, Dense, losses
+from phasewise.train.artefacts import ArtefactJob
+from phasewise.train.dense import DenseDecoder, TokenBlock, losses
 from phasewise.train.device import halved
-from phasewise.train.exchanges import Exchange, Exchanges
+from phasewise.train.exchanges import Exchanges, PromptReplyBatch
 from phasewise.train.lowrank import LowRank
 from phasewise.train.mixture import NO_LOSS, Stage
 from phasewise.train.passes import Pass, Past
-from phasewise.train.trainer import Loss, Recipe, Run, fit, weighed
+from phasewise.train.trainer import StepLoss, TrainingRecipe, TrainingRun, fit, weighed
 
 TOKENS = 1_500_000  # prompts and padding included
 RATE = 3e-3
@@ -32,10 +32,10 @@ STAGES = (
     Stage(1.0, 1024, 6144, code=0.5, long=0.2, copies=0.3),
 )
 DECAY = ((0.4, 1.0), (1.0, 0.01))
-Batch = tuple[list[Exchange], list[Exchange]]
+Batch = tuple[list[PromptReplyBatch], list[PromptReplyBatch]]
 
 
-def train(method: Augment, job: Job) -> Path:
+def train(method: Augment, job: ArtefactJob) -> Path:
     """Train for one number of latents; `job.out` gets checkpoint.pt, losses.csv and the artefact."""
     if not method.latents:
         raise UserError("augment: latents=0 needs no training: choose latents above 0")
@@ -47,27 +47,27 @@ def train(method: Augment, job: Job) -> Path:
     if job.resume:
         run.read(job.checkpoint)
 
-    def save(run: Run[LowRank]) -> None:
+    def save(run: TrainingRun[LowRank]) -> None:
         job.save(base, made, run.model.tensors(), tokens)
 
-    def loss(stage: Stage, batch: Batch) -> Loss:
+    def loss(stage: Stage, batch: Batch) -> StepLoss:
         return ahead_loss(twin, run.model, batch)
 
-    fit(run, loss, Exchanges(job.mixture()), Recipe(tokens, STAGES, decay=DECAY), job.out, save)
+    fit(run, loss, Exchanges(job.mixture()), TrainingRecipe(tokens, STAGES, decay=DECAY), job.out, save)
     return job.save(base, made, run.model.tensors(), tokens)
 
 
-def start(made: LowRank, twin: Dense) -> Run[LowRank]:
+def start(made: LowRank, twin: DenseDecoder) -> TrainingRun[LowRank]:
     """A fresh run; the frozen base is no part of it. The coprocessor begins as the base, with some tokens' embeddings
     as its rows and latents as long as embeddings are."""
     words = twin.embed_tokens.weight
     with torch.no_grad():
         made[SOFT].copy_(words[torch.randint(len(words), (len(made[SOFT]),))])
         made[GAIN].fill_(float(words.norm(dim=1).mean() / twin.norm.weight.norm()))  # type: ignore[union-attr]
-    return Run(made, [AdamW(made.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)])
+    return TrainingRun(made, [AdamW(made.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)])
 
 
-def ahead_loss(twin: Dense, made: LowRank, batch: Batch) -> Loss:
+def ahead_loss(twin: DenseDecoder, made: LowRank, batch: Batch) -> StepLoss:
     """Cross-entropy of replies, their first tokens among them, over prompts and the latents made of these."""
     source, tasks = batch
     both = [*source, *tasks]
@@ -78,12 +78,12 @@ def ahead_loss(twin: Dense, made: LowRank, batch: Batch) -> Loss:
     return weighed(code, task, sum(part.tokens for part in both))
 
 
-def past_of(twin: Dense, exchanges: Sequence[Exchange]) -> list[Past]:
+def past_of(twin: DenseDecoder, exchanges: Sequence[PromptReplyBatch]) -> list[Past]:
     """The KV of all prompts, as the base makes it."""
     return twin.prefill([part.prompts for part in exchanges], [part.real for part in exchanges])
 
 
-def latents(twin: Dense, made: LowRank, exchanges: Sequence[Exchange], past: Sequence[Past]) -> Tensor:
+def latents(twin: DenseDecoder, made: LowRank, exchanges: Sequence[PromptReplyBatch], past: Sequence[Past]) -> Tensor:
     """The latents that the coprocessor makes of each prompt, [all rows, N, hidden]."""
     count = len(made[SOFT])
     blocks = [_block(part, count) for part in exchanges]
@@ -94,7 +94,11 @@ def latents(twin: Dense, made: LowRank, exchanges: Sequence[Exchange], past: Seq
 
 
 def losses_after(
-    twin: Dense, exchanges: Sequence[Exchange], past: Sequence[Past], z: Tensor | None, first: bool = True
+    twin: DenseDecoder,
+    exchanges: Sequence[PromptReplyBatch],
+    past: Sequence[Past],
+    z: Tensor | None,
+    first: bool = True,
 ) -> list[Tensor]:
     """Cross-entropies of each exchange's replies over their prompts and latents z; None: over prompts alone. `first`:
     with the first token of each, which the last latent predicts (nothing here does without latents)."""
@@ -112,18 +116,18 @@ def losses_after(
     return losses(twin, blocks, Pass(past=past, soft=soft))
 
 
-def _block(part: Exchange, count: int) -> Block:
+def _block(part: PromptReplyBatch, count: int) -> TokenBlock:
     """Places for latents behind each prompt; what tokens stand there does not matter."""
     lengths = part.real.sum(1, keepdim=True)  # [rows, 1]
     ids = torch.zeros((len(lengths), count), dtype=torch.int64, device=lengths.device)
-    return Block(ids, ids + NO_LOSS, lengths + torch.arange(count, device=lengths.device))
+    return TokenBlock(ids, ids + NO_LOSS, lengths + torch.arange(count, device=lengths.device))
 
 
-def _behind(part: Exchange, count: int, first: bool) -> Block:
+def _behind(part: PromptReplyBatch, count: int, first: bool) -> TokenBlock:
     """The replies behind such places."""
     places, replies = _block(part, count), part.replies
     targets = places.targets.clone()
     if first:
         targets[:, -1] = replies.ids[:, 0]
     both = ((places.ids, replies.ids), (targets, replies.targets), (places.positions, replies.positions + count))
-    return Block(*(torch.cat(pair, 1) for pair in both))
+    return TokenBlock(*(torch.cat(pair, 1) for pair in both))

@@ -20,13 +20,13 @@ from phasewise.load import load_model
 from phasewise.methods.decode._fuser import SIDES, added, layer_map
 from phasewise.methods.decode.c2c import C2C
 from phasewise.model.artefacts import Artefact, fingerprint
-from phasewise.train.artefacts import Job, frozen
-from phasewise.train.dense import Dense, losses
+from phasewise.train.artefacts import ArtefactJob, frozen
+from phasewise.train.dense import DenseDecoder, losses
 from phasewise.train.device import halved
-from phasewise.train.exchanges import Exchange, Exchanges, Pair
+from phasewise.train.exchanges import Exchanges, Pair, PromptReplyBatch
 from phasewise.train.mixture import Stage
 from phasewise.train.passes import Pass, Past
-from phasewise.train.trainer import Loss, Recipe, Run, fit, weighed
+from phasewise.train.trainer import StepLoss, TrainingRecipe, TrainingRun, fit, weighed
 
 TOKENS = 1_500_000  # prompts and padding included
 RATE = 3e-3
@@ -38,7 +38,7 @@ DECAY = ((0.5, 1.0), (1.0, 0.02))
 COLDEST = 1e-3  # temperature of the gates in the end; 1 at first
 
 
-class Fuser(nn.Module):
+class TrainedFuser(nn.Module):
     """Trained tensors, by the names of the artefact. Gates are at first neither open nor closed, and content is 0."""
 
     def __init__(self, made: Artefact) -> None:
@@ -60,14 +60,14 @@ def _start(name: str, shape: tuple[int, ...]) -> Tensor:
     return torch.zeros(shape)
 
 
-class Split(Exchanges):
+class C2CSplit(Exchanges):
     """Prompts but for their last token, which the receiver reads over what was fused, as it does the reply."""
 
-    def _blocks(self, pairs: list[Pair]) -> list[Exchange]:
+    def _blocks(self, pairs: list[Pair]) -> list[PromptReplyBatch]:
         return super()._blocks([(prompt[:-1], [prompt[-1], *reply]) for prompt, reply in pairs if len(prompt) > 1])
 
 
-def train(method: C2C, job: Job) -> Path:
+def train(method: C2C, job: ArtefactJob) -> Path:
     """Train for one pair of models; `job.out` gets checkpoint.pt, losses.csv and the artefact. Raises UserError for
     several sharers."""
     if len(method.each) > 1:
@@ -78,30 +78,30 @@ def train(method: C2C, job: Job) -> Path:
     made = method.artefact(base.config, small.config, fingerprint(small))
     torch.manual_seed(job.seed)
     tokens = job.tokens or TOKENS
-    run = start(Fuser(made))
+    run = start(TrainedFuser(made))
     if job.resume:
         run.read(job.checkpoint)
 
-    def save(run: Run[Fuser]) -> None:
+    def save(run: TrainingRun[TrainedFuser]) -> None:
         job.save(base, made, run.model.tensors(), tokens)
 
-    def loss(stage: Stage, batch: tuple[list[Exchange], list[Exchange]]) -> Loss:
+    def loss(stage: Stage, batch: tuple[list[PromptReplyBatch], list[PromptReplyBatch]]) -> StepLoss:
         gates = noisy(run.model, min(1.0, run.tokens / tokens), job.seed, run.step)
         return reply_loss(twin, sharer, run.model, gates, batch)
 
-    fit(run, loss, Split(job.mixture()), Recipe(tokens, STAGES, decay=DECAY), job.out, save)
+    fit(run, loss, C2CSplit(job.mixture()), TrainingRecipe(tokens, STAGES, decay=DECAY), job.out, save)
     return job.save(base, made, run.model.tensors(), tokens)
 
 
-def start(learns: Fuser) -> Run[Fuser]:
+def start(learns: TrainedFuser) -> TrainingRun[TrainedFuser]:
     """A fresh run; both frozen models are no part of it."""
-    return Run(learns, [AdamW(learns.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.01)])
+    return TrainingRun(learns, [AdamW(learns.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.01)])
 
 
 Gates = dict[str, Tensor]  # by side, a factor [layers] from 0 to 1
 
 
-def noisy(learns: Fuser, progress: float, seed: int, step: int) -> Gates:
+def noisy(learns: TrainedFuser, progress: float, seed: int, step: int) -> Gates:
     """Gates of a step: a function of what was learned, of how far the run is, of its seed and the step."""
     gen = torch.Generator().manual_seed(seed * 1_000_003 + step)
     out, weights = {}, learns.tensors()
@@ -112,15 +112,16 @@ def noisy(learns: Fuser, progress: float, seed: int, step: int) -> Gates:
     return out
 
 
-def settled(learns: Fuser) -> Gates:
+def settled(learns: TrainedFuser) -> Gates:
     """Gates as they serve."""
     weights = learns.tensors()
     return {side: (weights[f"{side}.gate"] > 0).float() for side in SIDES}
 
 
 def reply_loss(
-    twin: Dense, sharer: Dense, learns: Fuser, gates: Gates, batch: tuple[list[Exchange], list[Exchange]]
-) -> Loss:  # fmt: skip
+    twin: DenseDecoder, sharer: DenseDecoder, learns: TrainedFuser, gates: Gates,
+    batch: tuple[list[PromptReplyBatch], list[PromptReplyBatch]],
+) -> StepLoss:  # fmt: skip
     """Cross-entropy of replies over fused prompts."""
     source, tasks = batch
     both = [*source, *tasks]
@@ -132,7 +133,7 @@ def reply_loss(
     return weighed(code, task, sum(part.tokens for part in both))
 
 
-def fused(learns: Fuser, gates: Gates, own: Sequence[Past], other: Sequence[Past]) -> list[Past]:
+def fused(learns: TrainedFuser, gates: Gates, own: Sequence[Past], other: Sequence[Past]) -> list[Past]:
     """The KV that the receiver reads, block by block."""
     weights = learns.tensors()
     out = []

@@ -19,13 +19,13 @@ from torch.optim import AdamW
 from phasewise.load import load_model
 from phasewise.methods.decode.kv_prediction import AUX, KVPrediction, layer_map
 from phasewise.model.artefacts import Artefact, fingerprint
-from phasewise.train.artefacts import Job, frozen
-from phasewise.train.dense import Block, Dense, rotate
+from phasewise.train.artefacts import ArtefactJob, frozen
+from phasewise.train.dense import DenseDecoder, TokenBlock, rotate
 from phasewise.train.device import halved, moved
 from phasewise.train.lowrank import LowRank
 from phasewise.train.mixture import Stage, unpadded
 from phasewise.train.passes import Pass, Past
-from phasewise.train.trainer import Loss, Recipe, Run, fit, weighed
+from phasewise.train.trainer import StepLoss, TrainingRecipe, TrainingRun, fit, weighed
 
 TOKENS = 1_000_000  # padding included
 RATE = 2e-3
@@ -59,7 +59,7 @@ class Predictor(nn.Module):
         return own | {AUX + name: tensor for name, tensor in self.added.tensors().items()}
 
 
-def train(method: KVPrediction, job: Job) -> Path:
+def train(method: KVPrediction, job: ArtefactJob) -> Path:
     """Train for one pair of models; `job.out` gets checkpoint.pt, losses.csv and the artefact."""
     base, twin = job.base()
     small = load_model(method.model, dtype=torch.float32)
@@ -74,24 +74,25 @@ def train(method: KVPrediction, job: Job) -> Path:
         first = [moved(mixture.step(step, STAGES[0]), run.device) for step in range(FIRST)]
         begin(twin, aux, run.model, first, mixture.pad)
 
-    def save(run: Run[Predictor]) -> None:
+    def save(run: TrainingRun[Predictor]) -> None:
         job.save(base, made, run.model.tensors(), tokens)
 
-    def loss(stage: Stage, batch: tuple[list[Block], list[Block]]) -> Loss:
+    def loss(stage: Stage, batch: tuple[list[TokenBlock], list[TokenBlock]]) -> StepLoss:
         return predicted_loss(twin, aux, run.model, batch, mixture.pad)
 
-    fit(run, loss, mixture, Recipe(tokens, STAGES, decay=DECAY), job.out, save)
+    fit(run, loss, mixture, TrainingRecipe(tokens, STAGES, decay=DECAY), job.out, save)
     return job.save(base, made, run.model.tensors(), tokens)
 
 
-def start(learns: Predictor) -> Run[Predictor]:
+def start(learns: Predictor) -> TrainingRun[Predictor]:
     """A fresh run; both frozen models are no part of it."""
-    return Run(learns, [AdamW(learns.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)])
+    return TrainingRun(learns, [AdamW(learns.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)])
 
 
 @torch.no_grad()
 def begin(
-    twin: Dense, aux: Dense, learns: Predictor, batches: Sequence[tuple[list[Block], list[Block]]], pad: int
+    twin: DenseDecoder, aux: DenseDecoder, learns: Predictor,
+    batches: Sequence[tuple[list[TokenBlock], list[TokenBlock]]], pad: int,
 ) -> None:  # fmt: skip
     """Fit the maps to these batches, by least squares."""
     of = layer_map(len(twin.layers), len(aux.layers))
@@ -114,8 +115,8 @@ def begin(
 
 
 def predicted_loss(
-    twin: Dense, aux: Dense, learns: Predictor, batch: tuple[list[Block], list[Block]], pad: int
-) -> Loss:  # fmt: skip
+    twin: DenseDecoder, aux: DenseDecoder, learns: Predictor, batch: tuple[list[TokenBlock], list[TokenBlock]], pad: int
+) -> StepLoss:  # fmt: skip
     """Cross-entropies of base and auxiliary, tasks weighing more, and the distance of what is predicted."""
     blocks = [*batch[0], *batch[1]]
     tokens = sum(block.ids.numel() for block in blocks)
@@ -129,11 +130,11 @@ def predicted_loss(
         apart = torch.stack([_apart(flat[i], truth[i], twin, block) for i, block in enumerate(blocks)]).sum(0)
         apart = apart / sum(int(some.sum()) for some in real)
     parts = {**said.parts, "aux": float(own.total.detach()), "apart": float(apart.detach())}
-    return Loss(said.total + own.total + apart, parts, tokens)
+    return StepLoss(said.total + own.total + apart, parts, tokens)
 
 
 def predicted(
-    twin: Dense, aux: Dense, learns: Predictor, blocks: Sequence[Block], kept: Sequence[Past]
+    twin: DenseDecoder, aux: DenseDecoder, learns: Predictor, blocks: Sequence[TokenBlock], kept: Sequence[Past]
 ) -> list[dict[int, tuple[Tensor, Tensor]]]:
     """For every block and layer of the base, keys before rotation and values [tokens, kv_heads, D]."""
     of = layer_map(len(twin.layers), len(aux.layers))
@@ -152,7 +153,7 @@ def _two(pair: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def placed(
-    twin: Dense, blocks: Sequence[Block], flat: Sequence[dict[int, tuple[Tensor, Tensor]]]
+    twin: DenseDecoder, blocks: Sequence[TokenBlock], flat: Sequence[dict[int, tuple[Tensor, Tensor]]]
 ) -> list[Past]:  # fmt: skip
     """The KV that the base reads: keys at their positions."""
     out = []
@@ -164,7 +165,7 @@ def placed(
     return out
 
 
-def _apart(flat: dict[int, tuple[Tensor, Tensor]], truth: Past, twin: Dense, block: Block) -> Tensor:
+def _apart(flat: dict[int, tuple[Tensor, Tensor]], truth: Past, twin: DenseDecoder, block: TokenBlock) -> Tensor:
     """The mean distance of a token's numbers, keys before rotation, summed over layers, both sides, and the tokens."""
     total = torch.zeros((), device=block.ids.device)
     wanted = truth.real.flatten()
@@ -174,17 +175,19 @@ def _apart(flat: dict[int, tuple[Tensor, Tensor]], truth: Past, twin: Dense, blo
     return total
 
 
-def _back(model: Dense, k: Tensor, block: Block) -> Tensor:
+def _back(model: DenseDecoder, k: Tensor, block: TokenBlock) -> Tensor:
     """Rotated keys [rows, length, heads, D] as they were before, [tokens, heads, D]."""
     cos, sin = _rope(model, block)
     return rotate(k.flatten(0, 1).float(), (cos, -sin))
 
 
-def _rope(model: Dense, block: Block) -> tuple[Tensor, Tensor]:
+def _rope(model: DenseDecoder, block: TokenBlock) -> tuple[Tensor, Tensor]:
     return model.rope(block.positions.flatten())
 
 
-def _weighed(model: Dense, hidden: Tensor, batch: tuple[list[Block], list[Block]], tokens: int) -> Loss:
+def _weighed(
+    model: DenseDecoder, hidden: Tensor, batch: tuple[list[TokenBlock], list[TokenBlock]], tokens: int
+) -> StepLoss:
     targets = [torch.cat([block.targets.flatten() for block in part]) for part in batch]
     both = torch.cat(targets)
     logits = F.linear(hidden[both >= 0], model.embed_tokens.weight).float()

@@ -8,11 +8,11 @@ from pathlib import Path
 from phasewise.load import config_of
 from phasewise.methods.evict.longgen import LongGen
 from phasewise.model.config import ModelConfig
-from phasewise.train.artefacts import Job
+from phasewise.train.artefacts import ArtefactJob
 from phasewise.train.masked import Mask, tune
 
 
-def train(method: LongGen, job: Job) -> Path:
+def train(method: LongGen, job: ArtefactJob) -> Path:
     """Tune for one mask; `job.out` gets checkpoint.pt, losses.csv and the artefact."""
     config = config_of(job.model)
     return tune(method.artefact(config), mask(method, config), job)

@@ -24,13 +24,13 @@ from torch.optim import AdamW
 
 from phasewise.methods.evict.rlkv import RLKV
 from phasewise.step.plan import Window
-from phasewise.train.artefacts import Job
-from phasewise.train.dense import Block, Dense
+from phasewise.train.artefacts import ArtefactJob
+from phasewise.train.dense import DenseDecoder, TokenBlock
 from phasewise.train.device import halved
-from phasewise.train.exchanges import Exchange, exchange
+from phasewise.train.exchanges import PromptReplyBatch, exchange
 from phasewise.train.mixture import Mixture, Stage
 from phasewise.train.passes import Blend, Pass, Past
-from phasewise.train.trainer import Loss, Recipe, Run, fit
+from phasewise.train.trainer import StepLoss, TrainingRecipe, TrainingRun, fit
 
 TOKENS = 150_000  # of prompts, and of answers as often as they are sampled; padding aside
 RATE = 0.02
@@ -55,20 +55,20 @@ class Gates(nn.Module):
         return self.gates
 
 
-class Asked(NamedTuple):
+class StepQuestions(NamedTuple):
     """Questions of one step with their right answers, of which the first token is the prompt's own, and a seed."""
 
-    questions: Exchange
+    questions: PromptReplyBatch
     seed: int
 
 
-class Questions:
+class QuestionBatches:
     """About texts that are longer than the window: a function of the mixture's seed and the step."""
 
     def __init__(self, mixture: Mixture, near: Window, longest: int = LONGEST) -> None:
         self.mixture, self.least, self.longest = mixture, near.rows + 1, longest
 
-    def step(self, step: int, stage: Stage) -> Asked:
+    def step(self, step: int, stage: Stage) -> StepQuestions:
         rng, left = Random(f"{self.mixture.seed} questions {step}"), stage.step_tokens
         pairs: list[tuple[list[int], list[int]]] = []
         for prompt, reply in self._drawn(rng, stage):
@@ -76,7 +76,7 @@ class Questions:
             if left < 0 and len(pairs) > 1:
                 break
             pairs.append((prompt, reply))
-        return Asked(exchange(pairs, self.mixture.pad), rng.getrandbits(40))
+        return StepQuestions(exchange(pairs, self.mixture.pad), rng.getrandbits(40))
 
     def _drawn(self, rng: Random, stage: Stage) -> Iterator[tuple[list[int], list[int]]]:
         while True:
@@ -88,16 +88,16 @@ class Questions:
 
 
 @dataclass(frozen=True)
-class Policy:
+class RolloutPolicy:
     """The model as it answers, over what the prompts have left: each of them `GROUP` times."""
 
-    twin: Dense
+    twin: DenseDecoder
     near: Window
     past: Past
-    asked: Exchange  # prompts and answers, each as many times
+    asked: PromptReplyBatch  # prompts and answers, each as many times
 
     @classmethod
-    def over(cls, twin: Dense, questions: Exchange, near: Window) -> Policy:
+    def over(cls, twin: DenseDecoder, questions: PromptReplyBatch, near: Window) -> RolloutPolicy:
         with halved(twin.embed_tokens.weight.device):
             (past,) = twin.prefill([questions.prompts], [questions.real])
 
@@ -105,15 +105,15 @@ class Policy:
             return x.repeat_interleave(GROUP, 0)
 
         layers = {layer: (each(k), each(v)) for layer, (k, v) in past.layers.items()}
-        prompts, replies = (Block(*map(each, block)) for block in (questions.prompts, questions.replies))
-        return cls(twin, near, Past(each(past.real), layers), Exchange(prompts, each(questions.real), replies))
+        prompts, replies = (TokenBlock(*map(each, block)) for block in (questions.prompts, questions.replies))
+        return cls(twin, near, Past(each(past.real), layers), PromptReplyBatch(prompts, each(questions.real), replies))
 
     def logits(self, ids: Tensor, gates: Tensor) -> Tensor:
         """Logits of answers that begin with `ids` [rows, n], float32 [rows, n, V]."""
         positions = self.asked.replies.positions[:, : ids.shape[1]]
         how = Pass(past=[self.past], blend=Blend(gates, [nearby(self.near, self.past, positions)]))
         with halved(ids.device):
-            hidden = self.twin.hidden([Block(ids, ids, positions)], how)
+            hidden = self.twin.hidden([TokenBlock(ids, ids, positions)], how)
             return F.linear(hidden, self.twin.embed_tokens.weight).float().view(*ids.shape, -1)
 
     @torch.no_grad()
@@ -150,10 +150,12 @@ def lead(rewards: Tensor) -> Tensor:
     return (away / (groups.std(1, unbiased=False, keepdim=True) + 1e-4)).flatten()
 
 
-def policy_loss(twin: Dense, gates: Gates, asked: Asked, near: Window, pressure: float = PRESSURE) -> Loss:
+def policy_loss(
+    twin: DenseDecoder, gates: Gates, asked: StepQuestions, near: Window, pressure: float = PRESSURE
+) -> StepLoss:
     """The loss of one step: the answers' log-probabilities, each times its advantage, and the penalty."""
     mixed, questions = gates.within(), asked.questions
-    policy = Policy.over(twin, questions, near)
+    policy = RolloutPolicy.over(twin, questions, near)
     said = policy.sample(mixed, torch.Generator(twin.embed_tokens.weight.device).manual_seed(asked.seed))
     right = policy.asked.replies.targets
     rewards = reward(said[:, 1:], right)
@@ -164,15 +166,15 @@ def policy_loss(twin: Dense, gates: Gates, asked: Asked, near: Window, pressure:
     if good > ENOUGH:
         total = total + pressure * (exp(good) - 1) * mixed.abs().mean()
     tokens = questions.prompts.ids.numel() + said.numel()
-    return Loss(total, {"wrong": 1 - good, "gate": float(mixed.detach().mean())}, tokens)
+    return StepLoss(total, {"wrong": 1 - good, "gate": float(mixed.detach().mean())}, tokens)
 
 
-def start(gates: Gates) -> Run[Gates]:
+def start(gates: Gates) -> TrainingRun[Gates]:
     """A fresh run; the frozen base is no part of it."""
-    return Run(gates, [AdamW(gates.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)])
+    return TrainingRun(gates, [AdamW(gates.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)])
 
 
-def train(method: RLKV, job: Job) -> Path:
+def train(method: RLKV, job: ArtefactJob) -> Path:
     """Train the gates of one model; `job.out` gets checkpoint.pt, losses.csv (the share of wrong answers among those
     sampled, and the mean gate) and the artefact."""
     base, twin = job.base()
@@ -183,12 +185,12 @@ def train(method: RLKV, job: Job) -> Path:
     if job.resume:
         run.read(job.checkpoint)
 
-    def save(run: Run[Gates]) -> None:
+    def save(run: TrainingRun[Gates]) -> None:
         job.save(base, made, {"gates": run.model.within().detach()}, tokens)
 
-    def loss(stage: Stage, asked: Asked) -> Loss:
+    def loss(stage: Stage, asked: StepQuestions) -> StepLoss:
         return policy_loss(twin, run.model, asked, near)
 
-    recipe = Recipe(tokens, STAGES, decay=DECAY, warmup_steps=1)
-    fit(run, loss, Questions(job.mixture(), near), recipe, job.out, save)
+    recipe = TrainingRecipe(tokens, STAGES, decay=DECAY, warmup_steps=1)
+    fit(run, loss, QuestionBatches(job.mixture(), near), recipe, job.out, save)
     return job.save(base, made, {"gates": run.model.within().detach()}, tokens)

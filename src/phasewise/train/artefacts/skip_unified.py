@@ -12,14 +12,14 @@ from torch.optim import AdamW
 
 from phasewise.errors import UserError
 from phasewise.methods.skip.unified import Unified, kept
-from phasewise.train.artefacts import Job
-from phasewise.train.dense import Block, Dense, losses
+from phasewise.train.artefacts import ArtefactJob
+from phasewise.train.dense import DenseDecoder, TokenBlock, losses
 from phasewise.train.device import halved
-from phasewise.train.exchanges import Exchange, Exchanges
+from phasewise.train.exchanges import Exchanges, PromptReplyBatch
 from phasewise.train.lowrank import LowRank
 from phasewise.train.mixture import Stage
 from phasewise.train.passes import Pass
-from phasewise.train.trainer import Loss, Recipe, Run, fit, weighed
+from phasewise.train.trainer import StepLoss, TrainingRecipe, TrainingRun, fit, weighed
 
 TOKENS = 3_000_000  # prompts and padding included
 RATE = 3e-3
@@ -30,7 +30,7 @@ STAGES = (
 DECAY = ((0.4, 1.0), (1.0, 0.01))
 
 
-def train(method: Unified, job: Job) -> Path:
+def train(method: Unified, job: ArtefactJob) -> Path:
     """Tune for one speed-up; `job.out` gets checkpoint.pt, losses.csv and the artefact."""
     base, twin = job.base()
     made = method.artefact(base.config)
@@ -43,25 +43,26 @@ def train(method: Unified, job: Job) -> Path:
     if job.resume:
         run.read(job.checkpoint)
 
-    def save(run: Run[LowRank]) -> None:
+    def save(run: TrainingRun[LowRank]) -> None:
         job.save(base, made, run.model.tensors(), tokens)
 
-    def loss(stage: Stage, batch: tuple[list[Exchange], list[Exchange]]) -> Loss:
+    def loss(stage: Stage, batch: tuple[list[PromptReplyBatch], list[PromptReplyBatch]]) -> StepLoss:
         return reply_loss(twin, run.model, layers, batch)
 
-    recipe = Recipe(tokens, STAGES, decay=DECAY)
+    recipe = TrainingRecipe(tokens, STAGES, decay=DECAY)
     fit(run, loss, Exchanges(job.mixture()), recipe, job.out, save)
     return job.save(base, made, run.model.tensors(), tokens)
 
 
-def start(delta: LowRank) -> Run[LowRank]:
+def start(delta: LowRank) -> TrainingRun[LowRank]:
     """A fresh run; the frozen base is no part of it."""
-    return Run(delta, [AdamW(delta.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)])
+    return TrainingRun(delta, [AdamW(delta.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)])
 
 
 def reply_loss(
-    twin: Dense, delta: LowRank, layers: Sequence[int], batch: tuple[list[Exchange], list[Exchange]]
-) -> Loss:  # fmt: skip
+    twin: DenseDecoder, delta: LowRank, layers: Sequence[int],
+    batch: tuple[list[PromptReplyBatch], list[PromptReplyBatch]],
+) -> StepLoss:  # fmt: skip
     """Cross-entropy of replies at `layers`, over the keys and values that their prompts left at full depth."""
     source, tasks = batch
     both = [*source, *tasks]
@@ -72,9 +73,11 @@ def reply_loss(
     return weighed(code, task, sum(part.tokens for part in both))
 
 
-def replying(twin: Dense, delta: LowRank | None, layers: Sequence[int], exchanges: Sequence[Exchange]) -> Pass:
+def replying(
+    twin: DenseDecoder, delta: LowRank | None, layers: Sequence[int], exchanges: Sequence[PromptReplyBatch]
+) -> Pass:
     """The pass in which the replies run: what the engine does with the rows of its decode phase."""
-    prompts: list[Block] = [part.prompts for part in exchanges]
+    prompts: list[TokenBlock] = [part.prompts for part in exchanges]
     real: list[Tensor] = [part.real for part in exchanges]
     gates = [layer in layers for layer in range(len(twin.layers))]
     return Pass(past=twin.prefill(prompts, real), gates=gates, delta=delta)

@@ -14,7 +14,7 @@ from phasewise.serve.service import Service
 log = logging.getLogger(__name__)
 
 
-class Again:
+class Reloader:
     """Reads what may change while a server runs; whatever is wrong with it stays as it was, and the log says why."""
 
     def __init__(self, service: Service, keys: KeyRing | None, recipes: Callable[[], Reread] | None) -> None:

@@ -17,7 +17,7 @@ from phasewise.serve.loop import EngineLoop
 log = logging.getLogger(__name__)
 
 
-class Sleeper(Collector):
+class IdleUnloader(Collector):
     """Told of every request that comes and goes. `after`: seconds without any; None: the model never sleeps.
 
     Loading happens in the engine's thread; requests wait for it, and requests under way keep it from sleeping. Raises

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 
-class Bell:
+class Notifier:
     """Rung on the event loop, whenever something arrived; at most one task waits for it.
 
     `at_once`, if set, is called instead of waking the task that waits: it does what there is to do and returns True, or

@@ -11,8 +11,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from phasewise.serve.completions.answer import Choice
-from phasewise.serve.guard.exchange import CURRENT
+from phasewise.serve.completions.answer import AnswerChoice
+from phasewise.serve.guard.context import CURRENT
 
 NOBODY = ""  # of all requests, the one that no engine has heard of
 REMEMBERED = 16_384  # answers; KV mostly goes sooner
@@ -23,14 +23,14 @@ class _Behind(NamedTuple):
     requests: list[str]  # of its choices
 
 
-class Earlier:
+class ConversationIndex:
     """The conversations of the latest `most` answers, by id."""
 
     def __init__(self, most: int = REMEMBERED) -> None:
         self._most = most
         self._known: OrderedDict[str, _Behind] = OrderedDict()
 
-    def note(self, id: str, choices: Sequence[Choice]) -> None:
+    def note(self, id: str, choices: Sequence[AnswerChoice]) -> None:
         """An answer and its choices, by their index."""
         self._known[id] = _Behind(_owner(), [choice.feed.request.id for choice in choices])
         while len(self._known) > self._most:

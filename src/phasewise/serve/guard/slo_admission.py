@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from phasewise.serve.failures import ApiError
-from phasewise.serve.loop import Feed
+from phasewise.serve.loop import OutputStream
 
 MEMORY = 32  # first tokens; older ones fade
 AIM = 0.7  # of the target: prompts differ, and steps do
@@ -24,7 +24,7 @@ DOUBT = 2.0  # standard deviations of what is measured
 BASE = 64  # tokens: what a request costs, however short its prompt is
 
 
-class Waiting(Protocol):
+class PendingRequest(Protocol):
     """A request that was taken, as far as it matters here."""
 
     @property
@@ -46,10 +46,10 @@ class Waiting(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Turn:
+class FirstSequence:
     """The first sequence of an answer; its samples begin together."""
 
-    feed: Feed
+    feed: OutputStream
 
     @property
     def arrived(self) -> float:
@@ -68,12 +68,12 @@ class Turn:
         return self.feed.left is not None
 
 
-class Punctual:
+class SLOAdmission:
     """Keeps count of requests without a token. Times are those of `clock`, which is the engine's."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._ahead: deque[Waiting] = deque()
+        self._ahead: deque[PendingRequest] = deque()
         self._last = -math.inf  # when the latest first token came
         self._seen = 0
         self._seconds = self._tokens = 0.0  # means of the time between first tokens while somebody waited, and of sizes
@@ -93,12 +93,12 @@ class Punctual:
                 "slo", "too_late", retry=wait - AIM * target,
             )  # fmt: skip
 
-    def took(self, request: Waiting) -> None:
+    def took(self, request: PendingRequest) -> None:
         """It has been taken."""
         self._ahead.append(request)
 
     @contextmanager
-    def admitted(self, request: Waiting, target: float | None) -> Iterator[None]:
+    def admitted(self, request: PendingRequest, target: float | None) -> Iterator[None]:
         """Raises what `admit` raises; inside it is handed over, and ahead of others from now on, unless that fails."""
         self.admit(target, request.size)
         self.took(request)

@@ -14,15 +14,15 @@ from phasewise.serve.guard.policy import UNLIMITED, Caps
 from phasewise.serve.guard.quota import Quota
 
 if TYPE_CHECKING:
-    from phasewise.serve.completions.answer import Order
-    from phasewise.serve.loop import Feed
+    from phasewise.serve.completions.answer import GenerationRequest
+    from phasewise.serve.loop import OutputStream
 
 
 @dataclass(slots=True, eq=False)
-class Exchange:
+class RequestContext:
     """`on_end` is called once, when the answer is sent (or cannot be) and the engine has none of its sequences."""
 
-    on_end: Callable[[Exchange], Any]
+    on_end: Callable[[RequestContext], Any]
     id: str = ""
     method: str = ""
     path: str = ""
@@ -40,7 +40,7 @@ class Exchange:
     status: int | None = None  # as sent
     error: str | None = None  # the code of an error that the client was told
     parent: Sequence[tuple[bytes, bytes]] = ()  # headers that say which trace of the client's it is part of
-    feeds: list[Feed] | None = None  # that have left, where traces are made of them
+    feeds: list[OutputStream] | None = None  # that have left, where traces are made of them
     live: int = 0  # sequences that the engine has
     numbers: list[int] = field(default_factory=list)  # of its sequences, in the event stream
     answered: bool = False
@@ -58,7 +58,7 @@ class Exchange:
         """True if its key may use this model."""
         return self.quota is None or self.quota.key.models is None or model in self.quota.key.models
 
-    def within(self, order: Order, asked: int | None, param: str) -> Order:
+    def within(self, order: GenerationRequest, asked: int | None, param: str) -> GenerationRequest:
         """The order, with its tokens reserved. What was not asked for, as the length of an answer may not be, is what
         the server and the key allow; ApiError for more than that. `param`: the field its prompts came in."""
         self.ordered = sum(map(len, order.prompts))
@@ -89,7 +89,7 @@ class Exchange:
         self.prompt_tokens = 0
         self._end()
 
-    def left(self, feed: Feed) -> None:
+    def left(self, feed: OutputStream) -> None:
         """It has left the engine."""
         assert feed.left is not None and feed.trace is not None
         self.live -= 1
@@ -113,7 +113,7 @@ class Exchange:
             self.on_end(self)
 
 
-def _capped(order: Order, caps: Caps, whose: str, said: tuple[int | None, str]) -> Order:
+def _capped(order: GenerationRequest, caps: Caps, whose: str, said: tuple[int | None, str]) -> GenerationRequest:
     """The order as far as `caps` allow; ApiError if it asks for more. `said`: as in `within`."""
     asked, param = said
     longest, answers = max(map(len, order.prompts)), len(order.prompts) * order.n
@@ -130,7 +130,9 @@ def _capped(order: Order, caps: Caps, whose: str, said: tuple[int | None, str]) 
     return order if caps.timeout is None or order.timeout is not None else replace(order, timeout=caps.timeout)
 
 
-CURRENT: ContextVar[Exchange | None] = ContextVar("exchange", default=None)  # the one that the running task answers
+CURRENT: ContextVar[RequestContext | None] = ContextVar(
+    "exchange", default=None
+)  # the one that the running task answers
 
 
 def note(error: ApiError) -> None:
