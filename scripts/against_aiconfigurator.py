@@ -34,12 +34,12 @@ from phasewise.bench.workloads import lengths
 from phasewise.errors import UserError
 from phasewise.load import config_of
 from phasewise.plan.arrivals import Load
-from phasewise.plan.cost import Cost, Price, Step
+from phasewise.plan.cost import Cost, Price, StepWork
 from phasewise.plan.gpu_tables import PREFIX
 from phasewise.plan.link import Link
 from phasewise.plan.search import TRICKLE, Choice, Question
-from phasewise.plan.setting import Setting, Source, known
-from phasewise.plan.shape import Shape
+from phasewise.plan.setting import CostsByRole, ServerSetting, known
+from phasewise.plan.shape import DecoderShape
 from phasewise.request.params import SLO
 
 SHAPES = Path(__file__).parent / "shapes"
@@ -225,16 +225,16 @@ class Slower:
     cost: Cost
     factor: float
 
-    def seconds(self, step: Step) -> float:
+    def seconds(self, step: StepWork) -> float:
         return self.cost.seconds(step) * self.factor
 
-    def price(self, step: Step) -> Price:
+    def price(self, step: StepWork) -> Price:
         return self.cost.price(step)._replace(seconds=self.seconds(step))
 
 
 @cache
-def source(model: str, ways: int, pools: bool) -> Source:
-    made = known({"": f"{PREFIX}{SYSTEM}/{BACKEND}"}, ways, Shape.of(config_of(str(SHAPES / model))))
+def source(model: str, ways: int, pools: bool) -> CostsByRole:
+    made = known({"": f"{PREFIX}{SYSTEM}/{BACKEND}"}, ways, DecoderShape.of(config_of(str(SHAPES / model))))
     return replace(made, cost=lambda role, _: Slower(made.cost(role, None), SLOWER[role])) if pools else made
 
 
@@ -245,7 +245,7 @@ def question(case: Case, plan: Plan, guess: float, cv: float, precision: float) 
     rate = max(1.0, guess * plan.devices)
     n = math.ceil(max(300, rate * max(QUEUES * slo.ttft, LIVES * (slo.ttft + new * slo.tpot))))
     load = Load(lengths(f"fixed:prompt={prompt},new={new}"), n, rate, cv)
-    setting = Setting(max_running=RUNNING, prefix_cache=False, link=LINK)
+    setting = ServerSetting(max_running=RUNNING, prefix_cache=False, link=LINK)
     return Question(
         load, slo, lambda choice: source(case.model, choice.ways, bool(plan.prompts)), setting, precision=precision
     )

@@ -23,7 +23,7 @@ from phasewise.engine.engine import Engine
 from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
 from phasewise.kv.cache import KV
-from phasewise.kv.wire import Dump, Origin
+from phasewise.kv.wire import Dump, RowsOrigin
 from phasewise.llm import LLM
 from phasewise.load import load_model
 from phasewise.options import parse
@@ -129,7 +129,7 @@ def sent(kv: KV, rows: Dump) -> tuple[Dump, int]:
     """What arrives, and the bytes that it took."""
     if kv.wire is None:
         return rows, sum(plane.nbytes for piece in rows for plane in piece["planes"])
-    encoded = kv.wire.encode(rows, Origin())
+    encoded = kv.wire.encode(rows, RowsOrigin())
     return kv.wire.decode(encoded.content), sum(chunk.nbytes for chunk in encoded.content["chunks"])
 
 

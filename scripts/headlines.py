@@ -23,17 +23,17 @@ from phasewise.bench.latency import percentile
 from phasewise.bench.workloads import lengths
 from phasewise.cli.progress import working
 from phasewise.plan.arrivals import Load
-from phasewise.plan.cost import Step
+from phasewise.plan.cost import StepWork
 from phasewise.plan.link import Link
-from phasewise.plan.search import Question, Space, Tried, search
+from phasewise.plan.search import Question, SearchSpace, Tried, search
 from phasewise.plan.sequence import SimulatedRequest
-from phasewise.plan.setting import Setting, Source, known
-from phasewise.plan.shape import Shape
+from phasewise.plan.setting import CostsByRole, ServerSetting, known
+from phasewise.plan.shape import DecoderShape
 from phasewise.plan.simulate import Scenario, run
 from phasewise.request.params import SLO
 
-B13 = Shape(40, 5120, 40, 40, 128, 13824, 32000)  # every head has KV of its own, as OPT-13B's have
-B70 = Shape(80, 8192, 64, 8, 128, 28672, 32000)
+B13 = DecoderShape(40, 5120, 40, 40, 128, 13824, 32000)  # every head has KV of its own, as OPT-13B's have
+B70 = DecoderShape(80, 8192, 64, 8, 128, 28672, 32000)
 INSIDE, ACROSS = Link(3e11, 1e-5), Link(2e11, 1e-4)  # of one machine; of machines, as Splitwise's simulator has it
 
 # ---- DistServe
@@ -63,10 +63,10 @@ def distserve(seconds: float) -> Iterator[dict[str, Any]]:
         for tightness, (ttft, tpot) in TARGETS.items():
             slo = SLO(ttft, tpot)
             load = Load(lengths(text), max(400, int(100 * ttft)), None, 1.0, 1)
-            setting = Setting(prefix_cache=False, link=INSIDE)
+            setting = ServerSetting(prefix_cache=False, link=INSIDE)
             question = Question(load, slo, lambda choice: source, setting, precision=PRECISION)
             with working(f"{name}, {tightness}"):
-                found = search(Space(4, ("colocated", *POOLS), (FIRST, CHUNKS)), question, prune=False)
+                found = search(SearchSpace(4, ("colocated", *POOLS), (FIRST, CHUNKS)), question, prune=False)
             one = {each.choice.schedule: each for each in found if each.choice.place == "colocated"}
             pools: Tried = next(each for each in found if each.choice.place != "colocated")
             yield {
@@ -109,10 +109,10 @@ class Fleet:
     def scenario(self, schedule: str) -> Scenario:
         if not self.sizes[1]:
             source = known({"": self.prompts}, WAYS, B70)
-            return Setting(schedule, prefix_cache=False).scenario(source, self.sizes[0], (), 1)
-        source: Source = known({"prompt": self.prompts, "token": self.tokens}, WAYS, B70)
+            return ServerSetting(schedule, prefix_cache=False).scenario(source, self.sizes[0], (), 1)
+        source: CostsByRole = known({"prompt": self.prompts, "token": self.tokens}, WAYS, B70)
         place = f"splitwise:prompt={self.sizes[0]},token={self.sizes[1]}"
-        return Setting(schedule, place, prefix_cache=False, link=ACROSS).scenario(source, 1, (), 1)
+        return ServerSetting(schedule, place, prefix_cache=False, link=ACROSS).scenario(source, 1, (), 1)
 
 
 def fleets(weights: Mapping[str, float]) -> Iterator[Fleet]:
@@ -132,13 +132,13 @@ class Alone:
     """What a request takes on a machine of eight A100 with nobody else."""
 
     def __init__(self) -> None:
-        self._seconds: Callable[[Step], float] = known({"": "a100"}, WAYS, B70).cost("", None).seconds
+        self._seconds: Callable[[StepWork], float] = known({"": "a100"}, WAYS, B70).cost("", None).seconds
 
     def slower(self, job: SimulatedRequest) -> dict[str, float]:
         """How many times as long it took."""
         n = job.prompt_len
-        ttft = self._seconds(Step(prefill_rows=n, pairs=n * (n + 1) / 2, prefixes=n, emits=1))
-        tpot = self._seconds(Step(decode_rows=1, context=n + job.new // 2, emits=1))
+        ttft = self._seconds(StepWork(prefill_rows=n, pairs=n * (n + 1) / 2, prefixes=n, emits=1))
+        tpot = self._seconds(StepWork(decode_rows=1, context=n + job.new // 2, emits=1))
         assert job.ttft is not None and job.last_token is not None
         found = {"ttft": job.ttft / ttft, "e2e": (job.last_token - job.arrived) / (ttft + tpot * (job.new - 1))}
         return found | ({} if job.tpot is None else {"tpot": job.tpot / tpot})

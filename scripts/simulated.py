@@ -31,7 +31,7 @@ from phasewise.errors import UserError
 from phasewise.load import config_of
 from phasewise.plan.arrivals import Load
 from phasewise.plan.profile import Profile
-from phasewise.plan.setting import Setting, measured
+from phasewise.plan.setting import ServerSetting, measured
 from phasewise.plan.simulate import goodput, run
 from phasewise.request.params import SLO
 
@@ -83,7 +83,7 @@ def compare(place: str, args: argparse.Namespace, slo: SLO) -> list[Both]:
     for line in profile.check(cpu(), None):
         raise UserError(line)
     config = config_of(args.model)
-    setting = Setting(place=place, kv_bytes=KV, prefix_cache=False)
+    setting = ServerSetting(place=place, kv_bytes=KV, prefix_cache=False)
     scenario = setting.scenario(measured(profile), 1, (), args.seed)
     load = Load(lengths(args.workload), args.requests, None, 1.0, args.seed, config.max_positions)
     most = goodput(scenario, load, slo).rate

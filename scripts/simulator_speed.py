@@ -18,12 +18,12 @@ from typing import Any
 
 from phasewise.bench.workloads import lengths
 from phasewise.plan.arrivals import Load
-from phasewise.plan.setting import Setting, known
-from phasewise.plan.shape import Shape
+from phasewise.plan.setting import ServerSetting, known
+from phasewise.plan.shape import DecoderShape
 from phasewise.plan.simulate import Scenario, run
 from phasewise.request.params import SLO
 
-SHAPE = Shape(32, 4096, 32, 8, 128, 14336, 128256)
+SHAPE = DecoderShape(32, 4096, 32, 8, 128, 14336, 128256)
 LOADS = {"chat": "lognormal", "long answers": "lognormal:prompt=800,longest=4096,new=300,new_longest=1024"}
 RATE = {"chat": 8.0, "long answers": 2.0}  # requests/s per worker
 
@@ -31,8 +31,8 @@ RATE = {"chat": 8.0, "long answers": 2.0}  # requests/s per worker
 def scenarios(workers: int) -> dict[str, Scenario]:
     half = workers // 2
     source = known({"": "h100"}, 1, SHAPE)
-    pools = Setting(place=f"splitwise:prompt={half},token={workers - half}", prefix_cache=False)
-    engines = Setting(prefix_cache=False)
+    pools = ServerSetting(place=f"splitwise:prompt={half},token={workers - half}", prefix_cache=False)
+    engines = ServerSetting(prefix_cache=False)
     return {"splitwise": pools.scenario(source, 1, (), 0), "colocated": engines.scenario(source, workers, (), 0)}
 
 

@@ -25,7 +25,7 @@ from phasewise.model.mlp import MLP
 from phasewise.model.model import Model
 from phasewise.ops.native import library
 from phasewise.ops.native.spans import Few, attend
-from phasewise.ops.native.weights import Packed
+from phasewise.ops.native.weights import PackedWeights
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 
@@ -65,7 +65,7 @@ def timed(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def linears(model: Model) -> list[Packed]:
+def linears(model: Model) -> list[PackedWeights]:
     """The linear layers of one step, the head left out."""
     found = []
     for layer in model.layers:

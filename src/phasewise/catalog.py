@@ -40,7 +40,7 @@ QUESTIONS = {
 
 
 @dataclass(frozen=True)
-class Part:
+class PartField:
     """The content of a field made by `part`: a method of `kind`; `default` is the text of the one it holds unasked."""
 
     kind: str
@@ -50,7 +50,7 @@ class Part:
 def part(kind: str, default: str | None = None) -> Any:
     """A dataclass field that holds a method of `kind`, chosen as `field=name` or `field=(name:knob=value)`; its knobs
     may also be written `field.knob=value`. Without a default it has to be chosen."""
-    about = {"part": Part(kind, default)}
+    about = {"part": PartField(kind, default)}
     if default is None:
         return dataclasses.field(metadata=about)
     return dataclasses.field(default_factory=lambda: build(kind, default), metadata=about)
@@ -179,7 +179,7 @@ def configure(cls: type[Any], knobs: Mapping[str, Any], what: str, **fixed: Any)
     return cls(**values, **fixed)
 
 
-def _held(its: Part, chosen: Any, inner: Mapping[str, Any], what: str) -> Any:
+def _held(its: PartField, chosen: Any, inner: Mapping[str, Any], what: str) -> Any:
     """Returns the method that a part holds: the one `chosen`, else the default, with the knobs `inner` set in it."""
     if chosen is None and its.default is None:
         raise UserError(f"{what} is not chosen, but its {', '.join(inner)} is given. {near('', names(its.kind))}")
@@ -253,7 +253,7 @@ def knobs_of(cls: type[Any]) -> dict[str, Any]:
     return {name: kind for name, kind in _hints(cls).items() if name not in slots_of(cls)}
 
 
-def parts_of(cls: type[Any]) -> dict[str, Part]:
+def parts_of(cls: type[Any]) -> dict[str, PartField]:
     """{field: what it holds} of the fields made by `part`."""
     return {f.name: f.metadata["part"] for f in dataclasses.fields(cls) if "part" in f.metadata}
 

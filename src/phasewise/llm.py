@@ -26,7 +26,7 @@ from phasewise.model.tokenizer import Tokenizer
 from phasewise.ops.native.room import let_go
 from phasewise.options import lossy
 from phasewise.request.params import SLO, Params
-from phasewise.request.request import Left, Request
+from phasewise.request.request import Departure, Request
 from phasewise.request.score import Score
 from phasewise.request.text import Text
 from phasewise.request.trace import Trace
@@ -47,7 +47,7 @@ class Output:
 
     tokens: list[int]
     text: str
-    left: Left
+    left: Departure
     trace: Trace
     logprobs: list[Score] | None = None  # one per token, where logprobs or provenance are asked for
     prompt_logprobs: list[Score | None] | None = None  # one per token of the prompt; None before `scored_from`

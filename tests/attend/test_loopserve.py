@@ -15,7 +15,7 @@ from phasewise.engine.engine import Engine
 from phasewise.errors import UserError
 from phasewise.kv.drawers import Room
 from phasewise.kv.store import Store
-from phasewise.methods.attend._lines import Lines, cover, masses, sampled
+from phasewise.methods.attend._lines import AttentionLines, cover, masses, sampled
 from phasewise.methods.attend.loopserve import NAME, Looping, LoopServe
 from phasewise.methods.evict.snapkv import SnapKV
 from phasewise.methods.evict.streaming import Streaming
@@ -110,8 +110,8 @@ def test_the_share_of_pairs_is_counted_over_heads() -> None:
     none, all_ = torch.zeros(1, 4, dtype=torch.bool), torch.ones(1, 4, dtype=torch.bool)
     own = none.clone()
     own[0, 0] = True
-    assert Lines(all_, none).share == 1.0 and Lines(none, own).share == 0.4
-    assert Lines(torch.cat((all_, none)), torch.cat((none, own))).share == pytest.approx(0.7)
+    assert AttentionLines(all_, none).share == 1.0 and AttentionLines(none, own).share == 0.4
+    assert AttentionLines(torch.cat((all_, none)), torch.cat((none, own))).share == pytest.approx(0.7)
 
 
 class Watched(Looping):
@@ -121,7 +121,7 @@ class Watched(Looping):
         super().__init__(knobs, tiny.model().config)
         self.found: dict[int, tuple[float, float]] = {}
 
-    def lines(self, read: Read) -> Lines:
+    def lines(self, read: Read) -> AttentionLines:
         size, n, lines, kept = self.knobs.block, read.q.shape[0], super().lines(read), []
         for some in (sampled(n, self.knobs.sample), list(range(n))):
             mass, at = masses(read, some, size), torch.tensor(some) // size

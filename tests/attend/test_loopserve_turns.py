@@ -15,9 +15,9 @@ from phasewise.builder import Builder
 from phasewise.engine.engine import Engine
 from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
-from phasewise.kv.left import Given
+from phasewise.kv.left import InjectedKV
 from phasewise.methods.attend import _lines
-from phasewise.methods.attend._lines import Lines, masses, sampled
+from phasewise.methods.attend._lines import AttentionLines, masses, sampled
 from phasewise.methods.attend.loopserve import NAME, Looping, LoopServe
 from phasewise.methods.store.int8 import Int8
 from phasewise.model.model import Model
@@ -49,7 +49,7 @@ def turn(attend: Any, history: int, rows: Any = None, **more: Any) -> Walk:
         first.feed(TOKENS[:history])
         rows = [layer.read()[0].between(0, history) for layer in first.kv.layers]
     with torch.inference_mode():
-        one.kv.bring(Given(rows, True), 0)
+        one.kv.bring(InjectedKV(rows, True), 0)
     one.request.computed = history
     one.given = rows  # type: ignore[attr-defined]
     one.logits = one.feed(TOKENS[history:PROMPT])  # type: ignore[attr-defined]
@@ -104,7 +104,7 @@ def started() -> Walk:
 class Held(Watched):
     """What share of the attention of the rows that are sampled the lines held, rows being anywhere."""
 
-    def lines(self, read: Read) -> Lines:
+    def lines(self, read: Read) -> AttentionLines:
         size, lines = self.knobs.block, Looping.lines(self, read)
         some = sampled(read.q.shape[0], self.knobs.sample)
         mass = masses(read, some, size)
@@ -195,7 +195,7 @@ class Noting(LoopServe):
 
 
 class _Noting(Looping):
-    def lines(self, read: Read) -> Lines:
+    def lines(self, read: Read) -> AttentionLines:
         assert isinstance(self.knobs, Noting)
         if read.layer == 0:
             self.knobs.slices.append((read.span.positions[0], read.span.positions[-1] + 1))

@@ -9,10 +9,10 @@ import pytest
 
 from phasewise.cli import config as files
 from phasewise.options import parse
-from phasewise.plan.fit import Line
+from phasewise.plan.fit import FittedLine
 from phasewise.plan.fit import Path as Kind
 from phasewise.plan.profile import Measured, Profile
-from phasewise.plan.shape import Shape
+from phasewise.plan.shape import DecoderShape
 from tests.cli.conftest import Cli
 
 LLAMA = {
@@ -73,14 +73,14 @@ def test_guesses_in_a_simulation(cli: Cli, model: Path) -> None:
 
 
 def test_a_plan_from_a_profile_divides_one_machine_and_says_how_it_was_measured(cli: Cli, tmp_path: Path) -> None:
-    lines: dict[Kind, Line] = {
-        "prefill": Line({"base": 1e-3, "prefill_rows": 1e-4}, 0.0), "decode": Line({"base": 2e-3}, 0.0),
-        "mixed": Line({"base": 2e-3, "prefill_rows": 1e-4}, 0.0),
+    lines: dict[Kind, FittedLine] = {
+        "prefill": FittedLine({"base": 1e-3, "prefill_rows": 1e-4}, 0.0), "decode": FittedLine({"base": 2e-3}, 0.0),
+        "mixed": FittedLine({"base": 2e-3, "prefill_rows": 1e-4}, 0.0),
     }  # fmt: skip
     measured = [Measured("long", n, {"store": "int8"}, lines, {}, 128) for n in (1, 2)]
     about = {"name": "pocket", "hash": "0", "dtype": "float32"}
     profile, config = tmp_path / "profile.json", tmp_path / "p.toml"
-    Profile({"cpu": "abacus", "cores": 2}, about, Shape(2, 8, 2, 1, 4, 16, 64), {}, measured).save(profile)
+    Profile({"cpu": "abacus", "cores": 2}, about, DecoderShape(2, 8, 2, 1, 4, 16, 64), {}, measured).save(profile)
     words = ["--recipes", "long", "--ttft", 60, "--tpot", 10, "--kv-bytes", "64M", "--schedules", "sarathi:budget=256"]
     load = ["--workload", "fixed:prompt=128,new=16", "--requests", 400]
     done = cli("plan", "--profile", profile, *words, *load, "--config", config)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from phasewise.cluster.handle import BLOCK, REMEMBERED, WorkerHandle
-from phasewise.cluster.in_flight import Transfer
+from phasewise.cluster.in_flight import HandoffTransfer
 from phasewise.cluster.launcher import Message, WorkerSpec
 from phasewise.cluster.policy import TwoPools, least_decoding, least_pending, threads_each
 from phasewise.kv.handoff import State
@@ -146,7 +146,7 @@ OFFER = {"id": "r", "attempt": 3, "packed": {}, "parcel": {"name": "p"}, "room":
 
 def test_a_move_promises_room_until_it_ends() -> None:
     for end in (State.OWNED, State.RELEASED):
-        there, move = handle(free=250), Transfer(deadline=5.0)
+        there, move = handle(free=250), HandoffTransfer(deadline=5.0)
         assert move.n_bytes == 0 and move.overdue(5.1) and not move.overdue(5.0)
         move.offer = dict(OFFER)
         assert not move.overdue(99.0), "it waits for room"
@@ -158,7 +158,7 @@ def test_a_move_promises_room_until_it_ends() -> None:
 
 
 def test_a_move_is_overdue_unless_it_is_known_to_queue() -> None:
-    there, move = handle(free=250), Transfer(offer=dict(OFFER))
+    there, move = handle(free=250), HandoffTransfer(offer=dict(OFFER))
     move.send(there, deadline=20.0)
     assert not move.overdue(20.0) and move.overdue(20.1)
     there.state["arrivals"] = ["another"]

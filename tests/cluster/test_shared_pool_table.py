@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from phasewise.builder import Builder
-from phasewise.cluster.pool import ROWS, Account, Table
+from phasewise.cluster.pool import ROWS, Account, AccountTable
 from phasewise.cluster.shared_pool import SharedPool
 from phasewise.cluster.transfer_buffer import Lost, folder, sweep
 from phasewise.engine.limits import Limits
@@ -136,7 +136,7 @@ def test_the_dead_leave_nothing_but_what_is_kept(pool: SharedPool) -> None:
 
 
 def test_a_full_table_says_so() -> None:
-    table = Table.here(LIMIT)
+    table = AccountTable.here(LIMIT)
     row = table.enter("a")
     for _ in range(ROWS - 1):
         table.lend(row, "a", 0)
@@ -222,14 +222,14 @@ def test_what_is_gone_in_part_is_given_back_whole(run: str) -> None:
 # ---- several processes
 def _contender(run: str, name: str, seconds: float) -> None:
     """Take and give back as fast as it goes, reading slowly; exit status 1 if the budget was ever exceeded."""
-    read = Table.used.fget
+    read = AccountTable.used.fget
 
-    def slowly(table: Table) -> int:
+    def slowly(table: AccountTable) -> int:
         used: int = read(table)
         time.sleep(0.0003)
         return used
 
-    Table.used = property(slowly)
+    AccountTable.used = property(slowly)
     account, end = SharedPool.join(run, name).account(name, False), time.monotonic() + seconds
     while time.monotonic() < end:
         if account.room(LIMIT // 3):
@@ -257,19 +257,19 @@ def test_a_budget_holds_between_processes(run: str) -> None:
 
 def _reader(run: str, name: str, locked: bool, met: Barrier) -> None:
     """Ask for two thirds of the budget, between reading what is used and taking it waiting for another to read too."""
-    read = Table.used.fget
+    read = AccountTable.used.fget
     pool = SharedPool.join(run, name)
     account = pool.account(name, False)
     if not locked:
         pool.table.lock = nullcontext()
 
-    def together(table: Table) -> int:
+    def together(table: AccountTable) -> int:
         used: int = read(table)
         with suppress(BrokenBarrierError):  # under the lock nobody else can come
             met.wait()
         return used
 
-    Table.used = property(together)
+    AccountTable.used = property(together)
     account.room(LIMIT * 2 // 3)
     os._exit(0)
 

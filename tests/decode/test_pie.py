@@ -17,7 +17,7 @@ from phasewise.engine.engine import Engine
 from phasewise.errors import UserError
 from phasewise.llm import LLM
 from phasewise.methods.decode._common import common
-from phasewise.methods.decode.pie import Pie, Piece, pieces
+from phasewise.methods.decode.pie import Pie, ReusedPiece, pieces
 from phasewise.model.model import Model
 from phasewise.ops import native
 from phasewise.request.params import Params
@@ -241,16 +241,22 @@ def test_going_on_is_a_fresh_request_of_the_same_text() -> None:
 
 def test_pieces() -> None:
     old = list(range(100, 140))
-    assert pieces(old, old, 1, 0) == [Piece(0, 39, 0, False)]
-    assert pieces(old, [*old[:10], 1, 2, *old[15:]], 1, 0) == [Piece(0, 10, 0, False), Piece(12, 36, -3, True)]
-    assert pieces(old, [*old[:10], 1, 2, *old[15:]], 1, 5) == [Piece(0, 10, 0, False), Piece(17, 36, -3, True)]
-    assert pieces(old, [*old[:10], 1, *old[10:14], 2, *old[14:]], 5, 0) == [
-        Piece(0, 10, 0, False),
-        Piece(16, 41, 2, True),
+    assert pieces(old, old, 1, 0) == [ReusedPiece(0, 39, 0, False)]
+    assert pieces(old, [*old[:10], 1, 2, *old[15:]], 1, 0) == [
+        ReusedPiece(0, 10, 0, False),
+        ReusedPiece(12, 36, -3, True),
     ]
-    assert pieces(old, [7, *old], 1, 0) == [Piece(1, 40, 1, True)]
+    assert pieces(old, [*old[:10], 1, 2, *old[15:]], 1, 5) == [
+        ReusedPiece(0, 10, 0, False),
+        ReusedPiece(17, 36, -3, True),
+    ]
+    assert pieces(old, [*old[:10], 1, *old[10:14], 2, *old[14:]], 5, 0) == [
+        ReusedPiece(0, 10, 0, False),
+        ReusedPiece(16, 41, 2, True),
+    ]
+    assert pieces(old, [7, *old], 1, 0) == [ReusedPiece(1, 40, 1, True)]
     assert pieces(old, [1, 2, 3], 1, 0) == [] == pieces(old, old[:1], 1, 0)
-    assert pieces([5] * 20, [5] * 30, 4, 0) == [Piece(0, 20, 0, False)]
+    assert pieces([5] * 20, [5] * 30, 4, 0) == [ReusedPiece(0, 20, 0, False)]
 
 
 @pytest.mark.parametrize("least", [1, 4, 16, 40])

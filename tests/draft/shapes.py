@@ -6,18 +6,20 @@ import torch
 
 from phasewise.request.params import Params
 from phasewise.request.request import Request
-from phasewise.speculation.grower import Asked, Shape, Tree
+from phasewise.speculation.grower import NodeRequest, Tree, TreeShape
 
 LAST = 0
 
 
-def grown(shape: Shape, table: torch.Tensor, *, room: int | None = None, seed: int = 0, greedy: bool = False) -> Tree:
+def grown(
+    shape: TreeShape, table: torch.Tensor, *, room: int | None = None, seed: int = 0, greedy: bool = False
+) -> Tree:
     """A tree below token LAST; rows of `table` [V, V] are what may follow a token."""
     params = Params(max_tokens=99, seed=seed, temperature=0.0 if greedy else 1.0)
     tree = Tree(Request([LAST], params), shape.levels, shape.nodes(shape.levels) if room is None else room, greedy)
     asked, level, runs = [-1], 0, 0
     while asked and level < shape.levels:
-        asked = shape.grow(tree, [Asked(node, table[tree.tokens[node] if node >= 0 else LAST]) for node in asked])
+        asked = shape.grow(tree, [NodeRequest(node, table[tree.tokens[node] if node >= 0 else LAST]) for node in asked])
         level += 1
         if level < shape.levels:
             runs += len(asked)

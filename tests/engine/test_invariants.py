@@ -8,7 +8,7 @@ import pytest
 
 from phasewise.engine.engine import Engine
 from phasewise.engine.invariants import check
-from phasewise.request.request import Left, Request
+from phasewise.request.request import Departure, Request
 from tests import tiny
 
 
@@ -39,7 +39,7 @@ BREAKS: list[tuple[str, Callable[[Engine], object]]] = [
     ("in no queue", lambda e: e.running.pop()),
     ("not registered", lambda e: e.waiting.append(Request([5]))),
     ("out of order", lambda e: e.running.reverse()),
-    ("has left", lambda e: setattr(e.running[0], "left", Left("finished", "stop"))),
+    ("has left", lambda e: setattr(e.running[0], "left", Departure("finished", "stop"))),
     ("more than is known", lambda e: setattr(e.running[0], "computed", 99)),
     ("half under way", lambda e: setattr(e.running[1], "depth", 0)),
     ("waits but holds memory", lambda e: e.waiting[0].state.update(x=1)),

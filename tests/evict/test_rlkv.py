@@ -14,7 +14,7 @@ from torch import Tensor
 from phasewise import catalog
 from phasewise.errors import UserError
 from phasewise.methods.evict._windows import EVERY
-from phasewise.methods.evict.rlkv import RLKV, Cut
+from phasewise.methods.evict.rlkv import RLKV, CutHeads
 from phasewise.model import artefacts
 from phasewise.model.model import Model
 from phasewise.request.counters import Counters
@@ -31,7 +31,7 @@ SOME = torch.tensor([[True, False], [False, False], [True, True], [False, True]]
 
 
 def cutting(cut: Tensor = SOME) -> Any:
-    return Cut(cut, Window(SINKS, WINDOW))
+    return CutHeads(cut, Window(SINKS, WINDOW))
 
 
 def started(evict: Any, **more: Any) -> Walk:
@@ -60,7 +60,7 @@ def test_gates_come_from_an_artefact() -> None:
     wanted = RLKV().artefact(tiny.model().config)
     assert wanted.shapes == {"gates": (LAYERS, HEADS)}
     gates = artefacts.random(wanted, "3")["gates"]
-    assert isinstance(made, Cut) and torch.equal(made.cut, RLKV(share=0.4).cut(gates)) and int(made.cut.sum()) == 3
+    assert isinstance(made, CutHeads) and torch.equal(made.cut, RLKV(share=0.4).cut(gates)) and int(made.cut.sum()) == 3
     with pytest.raises(UserError, match=r"phasewise train artefact evict\.rlkv .*say share=0"):
         tiny.engine({"evict": "rlkv"})
     assert RLKV(share=0.0).bind(host) is None, "and needs none to keep everything"

@@ -12,7 +12,7 @@ import torch
 
 from phasewise.engine.engine import Engine
 from phasewise.kv.drawers import Room
-from phasewise.methods.evict._piece import Piece
+from phasewise.methods.evict._piece import ScorePiece
 from phasewise.methods.evict.h2o import H2O
 from phasewise.methods.evict.keyformer import Keyformer, Tempered
 from phasewise.methods.evict.tova import Tova
@@ -124,7 +124,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def scratch(own: Piece) -> int:
+def scratch(own: ScorePiece) -> int:
     """Bytes in which the kernel keeps the scores of a layer: those of its widest, for every query head."""
     heads, heads_q = own.heads
     kept = heads // own.room.share

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phasewise.kv.blocks import SIDES, Blocks
+from phasewise.kv.blocks import SIDES, BlockCodec
 from phasewise.kv.buffer import KVShape
 from phasewise.step.read import Read
 from tests.asking import Asking
@@ -50,7 +50,7 @@ class Slowly(Asking):
         return (weights @ values).reshape(-1, read.q.shape[-1])
 
 
-def through(codec: Blocks) -> Rounder:
+def through(codec: BlockCodec) -> Rounder:
     """What a codec makes of a block by itself."""
 
     def rounder(side: int, rows: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from phasewise.kv.buffer import KVShape
 from phasewise.kv.handoff import _decode, _encode
-from phasewise.kv.wire import Dump, Encoded, Misfit, Origin, bits_of, from_bits, opened, sealed
-from phasewise.methods.store._cachegen.chunked import Chunked, Cut
+from phasewise.kv.wire import Dump, Encoded, Misfit, RowsOrigin, bits_of, from_bits, opened, sealed
+from phasewise.methods.store._cachegen.chunked import Chunked, ChunkPlan
 from phasewise.methods.store._cachegen.rounding import LEVELS
 
 LAYERS, HEADS, DIM = 6, 2, 16
@@ -25,7 +25,7 @@ def shapes(dtype: torch.dtype = torch.float32) -> list[KVShape]:
 
 
 def wire(level: int | None = 2, chunk: int = 16, group: int = 1, dtype: torch.dtype = torch.float32) -> Chunked:
-    return Chunked(Cut(level, chunk, group, 1.0), shapes(dtype), bandwidth=1e6)
+    return Chunked(ChunkPlan(level, chunk, group, 1.0), shapes(dtype), bandwidth=1e6)
 
 
 def dump(rows: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Dump:
@@ -97,7 +97,7 @@ def test_what_arrives(
     engine that keeps the rows would make of them."""
     given_ = ragged(rows) if evicted else dump(rows, dtype)
     one = wire(level, chunk, group, torch.float32 if evicted else dtype)
-    encoded = one.encode(given_, Origin())
+    encoded = one.encode(given_, RowsOrigin())
     assert encoded.lossy and encoded.rows is None
     arrived = wire(level, chunk, group, one.shapes[0].dtype).decode(carry(encoded))
     for (x, most), (y, _) in zip(steps(given_, level), steps(arrived, level), strict=True):
@@ -111,7 +111,7 @@ def test_what_arrives(
 
 def test_nothing_to_send() -> None:
     for given_ in (dump(0), [{"heads": None, "positions": None, "planes": [], "last": True}] * LAYERS):
-        encoded = wire().encode(given_, Origin())
+        encoded = wire().encode(given_, RowsOrigin())
         assert encoded.content["chunks"] == []
         same(wire().decode(carry(encoded)), given_)
 
@@ -122,7 +122,7 @@ def test_coarser_levels_take_fewer_bytes_and_are_further_off() -> None:
     sizes, errors = [], []
     for level in range(1, len(LEVELS) + 1):
         one = wire(level, 256, dtype=torch.bfloat16)
-        encoded = one.encode(given_, Origin())
+        encoded = one.encode(given_, RowsOrigin())
         pairs = zip(steps(given_, 1), steps(one.decode(carry(encoded)), 1))
         sizes.append(n_bytes(encoded))
         errors.append(sum(float((x.float() - y.float()).square().sum()) for (x, _), (y, _) in pairs))
@@ -135,13 +135,13 @@ def test_coarser_levels_take_fewer_bytes_and_are_further_off() -> None:
 def test_level_0_is_bit_exact_and_so_is_what_cannot_be_rounded() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         one = wire(None, 16, dtype=dtype)  # fast enough for the best level
-        encoded = one.encode(dump(40, dtype), Origin())
+        encoded = one.encode(dump(40, dtype), RowsOrigin())
         assert not encoded.lossy and encoded.content["levels"] == [0, 0, 0]
         same(wire(None, 16, dtype=dtype).decode(carry(encoded)), dump(40, dtype))
     given_ = dump(40)
     given_[2]["planes"][1][1, 20, 3] = float("nan")
     given_[4]["planes"][0][0, 39, 0] = float("inf")
-    encoded = wire(4).encode(given_, Origin())
+    encoded = wire(4).encode(given_, RowsOrigin())
     assert encoded.content["levels"] == [4, 0, 0] and encoded.lossy
     arrived = wire(4).decode(carry(encoded))
     for piece in (*given_, *arrived):
@@ -151,16 +151,16 @@ def test_level_0_is_bit_exact_and_so_is_what_cannot_be_rounded() -> None:
 
 def test_chunks_do_not_know_of_each_other() -> None:
     """Rows of a chunk arrive as they would if they were alone: levels may change from chunk to chunk."""
-    whole = wire(3).decode(carry(wire(3).encode(dump(40), Origin())))
+    whole = wire(3).decode(carry(wire(3).encode(dump(40), RowsOrigin())))
     part = [{**piece, "planes": [plane[:, 16:32] for plane in piece["planes"]]} for piece in dump(40)]
-    alone = wire(3).decode(carry(wire(3).encode(part, Origin())))
+    alone = wire(3).decode(carry(wire(3).encode(part, RowsOrigin())))
     for a, b in zip(whole, alone):
         assert all(torch.equal(p[:, 16:32], q) for p, q in zip(a["planes"], b["planes"]))
 
 
 # ---- damage
 def content(level: int | None = 3) -> dict[str, Any]:
-    found: dict[str, Any] = carry(wire(level).encode(ragged(40), Origin()))
+    found: dict[str, Any] = carry(wire(level).encode(ragged(40), RowsOrigin()))
     return found
 
 
@@ -198,11 +198,11 @@ def test_damaged_headers_are_refused() -> None:
 
 
 def test_rows_of_another_model_are_refused() -> None:
-    whole = carry(wire(3).encode(dump(20), Origin()))
+    whole = carry(wire(3).encode(dump(20), RowsOrigin()))
     for other in ([KVShape(HEADS, 8, torch.float32)] * LAYERS, [KVShape(1, DIM, torch.float32)] * LAYERS,
                   shapes()[:3]):  # fmt: skip
         with pytest.raises(Misfit):
-            Chunked(Cut(3, 16, 1, 1.0), other).decode(whole)
+            Chunked(ChunkPlan(3, 16, 1, 1.0), other).decode(whole)
 
 
 def test_seals() -> None:
@@ -226,7 +226,7 @@ def test_bits() -> None:
 
 # ---- the level is chosen
 def paced(bandwidth: float, deadline: float, row: float | None = None) -> Chunked:
-    one = Chunked(Cut(None, 16, 1, deadline), shapes(), bandwidth)
+    one = Chunked(ChunkPlan(None, 16, 1, deadline), shapes(), bandwidth)
     if row is not None:
         one.pace.computed(1, row)
     return one
@@ -234,7 +234,7 @@ def paced(bandwidth: float, deadline: float, row: float | None = None) -> Chunke
 
 def test_levels_follow_the_bandwidth() -> None:
     """40 rows are 61,440 bytes as they are; slower links get coarser levels, the slowest nothing, if it may be so."""
-    stop, seen = Origin(may_stop=True), []
+    stop, seen = RowsOrigin(may_stop=True), []
     for bandwidth in (1e9, 20_000.0, 15_000.0, 10_000.0, 100.0):
         encoded = paced(bandwidth, 1.0, row=0.01).encode(dump(40), stop)
         seen.append(sum(encoded.content["levels"]) / max(1, len(encoded.content["levels"])))
@@ -244,7 +244,7 @@ def test_levels_follow_the_bandwidth() -> None:
             assert encoded.rows is None
             assert n_bytes(encoded) <= bandwidth or bandwidth == 10_000.0
     assert seen[0] == 0 and seen[0] < seen[1] < seen[2] < seen[3]
-    slow = paced(100.0, 1.0, row=0.01).encode(dump(40), Origin(may_stop=False))
+    slow = paced(100.0, 1.0, row=0.01).encode(dump(40), RowsOrigin(may_stop=False))
     assert slow.content["levels"] == [4, 4, 4], "late, but there"
     unknown = paced(100.0, 1.0).encode(dump(40), stop)
     assert unknown.content["levels"] == [4, 4, 4], "how long computing takes is not known"
@@ -253,7 +253,7 @@ def test_levels_follow_the_bandwidth() -> None:
 def test_a_suffix_left_out() -> None:
     one = paced(1e9, 1.0)
     one.pace.plan = lambda rows, numbers, seconds, may_stop: [1, 0, None]  # type: ignore[method-assign]
-    encoded = one.encode(dump(40), Origin(may_stop=True))
+    encoded = one.encode(dump(40), RowsOrigin(may_stop=True))
     assert encoded.rows == 32 and encoded.lossy and encoded.content["levels"] == [1, 0]
     arrived = paced(1e9, 1.0).decode(carry(encoded))
     for a, b in zip(arrived, dump(40)):
@@ -261,12 +261,12 @@ def test_a_suffix_left_out() -> None:
 
 
 def test_moves_teach_the_sender() -> None:
-    one = Chunked(Cut(None, 16, 1, 1.0), shapes())
-    first = one.encode(dump(40), Origin(rows=40, seconds=0.4))
+    one = Chunked(ChunkPlan(None, 16, 1, 1.0), shapes())
+    first = one.encode(dump(40), RowsOrigin(rows=40, seconds=0.4))
     assert first.content["levels"] == [2, 2, 2], "nothing is known of the link yet"
     assert one.pace.size(2) < 0.8 and one.pace.size(1) == one.pace.guesses[1]
     one.delivered(1000, 1.0)
-    assert one.encode(dump(40), Origin(may_stop=True)).rows == 0, "0.4 s to compute instead of many to send"
+    assert one.encode(dump(40), RowsOrigin(may_stop=True)).rows == 0, "0.4 s to compute instead of many to send"
     for _ in range(20):
         one.delivered(10**7, 0.01)
-    assert one.encode(dump(40), Origin()).content["levels"] == [0, 0, 0]
+    assert one.encode(dump(40), RowsOrigin()).content["levels"] == [0, 0, 0]

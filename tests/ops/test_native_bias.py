@@ -12,7 +12,7 @@ from torch import Tensor
 from phasewise.methods.store.int8 import Int8
 from phasewise.ops import attention
 from phasewise.ops.native import prefill, spans
-from phasewise.ops.native.spans import Few, Seen
+from phasewise.ops.native.spans import Few, SeenWindow
 from phasewise.step.span import ancestors
 from tests import seeds
 from tests.ops import test_native_sealed as packed
@@ -21,7 +21,7 @@ from tests.ops.targets import EACH, NATIVE, drawn, running
 KINDS = [torch.bfloat16, torch.float32]
 SHAPES = [(8, 4, 64), (14, 2, 64), (6, 3, 20), (3, 1, 7), (2, 2, 256)]  # heads_q, heads, dim
 SIZES = [(1, 1), (3, 9), (1, 65), (1, 300), (1, 2500), (5, 70), (16, 1030), (7, 2050)]  # rows, slots
-SIGHTS = [Seen(0), Seen(30), Seen(70, 4), Seen(300, 130), Seen(3, 1)]
+SIGHTS = [SeenWindow(0), SeenWindow(30), SeenWindow(70, 4), SeenWindow(300, 130), SeenWindow(3, 1)]
 SCALE = 0.2
 
 
@@ -32,7 +32,12 @@ def target(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def make(
-    shape: tuple[int, int, int], rows: int, n: int, kind: torch.dtype, rounded: bool = False, seen: Seen = SIGHTS[0]
+    shape: tuple[int, int, int],
+    rows: int,
+    n: int,
+    kind: torch.dtype,
+    rounded: bool = False,
+    seen: SeenWindow = SIGHTS[0],
 ) -> Few:
     """Heads of which one has no bias; sinks have queries of their own."""
     heads_q, heads, dim = shape
@@ -194,7 +199,7 @@ def test_packed_blocks(shape: tuple[int, int, int], form: packed.Form) -> None:
     torch.manual_seed(0)
     cases = [(1, 1), (1, 65), (3, 200), (2, 517), (1, 2500)]
     batch, bias = [packed.make(shape, form, *case, 0) for case in cases], torch.randn(shape[0]) * 4
-    biased = [kept.few._replace(seen=Seen(0, bias=bias)) for kept in batch]
+    biased = [kept.few._replace(seen=SeenWindow(0, bias=bias)) for kept in batch]
     together = spans.attend(biased, SCALE)[0].split([few.q.shape[0] for few in biased])
     for kept, few, got in zip(batch, biased, together):
         assert torch.equal(spans.attend([few], SCALE)[0], got)

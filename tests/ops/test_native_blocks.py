@@ -13,7 +13,7 @@ from torch import Tensor
 from phasewise.methods.store.int8 import Int8
 from phasewise.ops import attention, native
 from phasewise.ops.native import prefill, spans
-from phasewise.ops.native.spans import Few, Seen
+from phasewise.ops.native.spans import Few, SeenWindow
 from tests import seeds
 from tests.ops.targets import EACH, HERE, NATIVE, SETS, drawn, running
 
@@ -61,7 +61,7 @@ def close(got: Tensor, want: Tensor) -> None:
 
 
 def slice_of(few: Few, block: int, window: int | None = None) -> Tensor:
-    return prefill.causal(few.q, few.k, few.v, 0.2, few.scales, Seen(window or 0, block=block))
+    return prefill.causal(few.q, few.k, few.v, 0.2, few.scales, SeenWindow(window or 0, block=block))
 
 
 @pytest.mark.parametrize(("draw", "sets"), drawn(4))
@@ -78,7 +78,7 @@ def test_blocks_equal_the_twin(draw: int, sets: list[str]) -> None:
             for target in sets:
                 with running(target, prefill, spans):
                     close(slice_of(few, block, window), want)
-                    close(spans.attend([few._replace(seen=Seen(0, block=block))], 0.2, window)[0], want)
+                    close(spans.attend([few._replace(seen=SeenWindow(0, block=block))], 0.2, window)[0], want)
             if window is None:
                 close(attention.causal_plain(few.q, few.k, few.v, 0.2, block), want)
 
@@ -99,12 +99,15 @@ def test_blocks_are_read_alike_however_they_are_cut(data: st.DataObject, sets: l
     with pytest.MonkeyPatch.context() as patch:
         for target in sets:
             use(patch, target)
-            whole, few_rows = slice_of(few, block), spans.attend([few._replace(seen=Seen(0, block=block))], 0.2)[0]
+            whole, few_rows = (
+                slice_of(few, block),
+                spans.attend([few._replace(seen=SeenWindow(0, block=block))], 0.2)[0],
+            )
             for first, end in pairwise(cuts):
                 start, stop = first * block, min(end * block, rows)
                 piece = _piece(few, start, stop)
                 assert torch.equal(slice_of(piece, block), whole[start:stop])
-                piece = piece._replace(seen=Seen(0, block=block))
+                piece = piece._replace(seen=SeenWindow(0, block=block))
                 assert torch.equal(spans.attend([piece], 0.2)[0], few_rows[start:stop])
 
 

@@ -18,7 +18,7 @@ from phasewise.ops.linear import Linear
 from phasewise.ops.native import stack, weights
 from phasewise.ops.native.abi import PlanesStruct
 from phasewise.ops.native.stack import Stack, StackExperts, StackLayer, StackShape, StackSpan, Turns
-from phasewise.ops.native.weights import Packed
+from phasewise.ops.native.weights import PackedWeights
 from tests.ops.targets import EACH
 
 DIM = 16
@@ -32,11 +32,13 @@ def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return str(request.param)
 
 
-def packed(weight: Tensor, bias: Tensor | None = None, int8: bool = False) -> Packed:
-    return Packed(weight.bfloat16(), bias, int8=int8)
+def packed(weight: Tensor, bias: Tensor | None = None, int8: bool = False) -> PackedWeights:
+    return PackedWeights(weight.bfloat16(), bias, int8=int8)
 
 
-def layer(mlp: tuple[Packed, Packed] | StackExperts, activation: str, table: Tensor, int8: bool = False) -> Stack:
+def layer(
+    mlp: tuple[PackedWeights, PackedWeights] | StackExperts, activation: str, table: Tensor, int8: bool = False
+) -> Stack:
     """A layer without norms, of one head that holds nothing."""
     hidden = table.shape[1]
     attention = packed(torch.zeros(3 * DIM, hidden), int8=int8), packed(torch.zeros(hidden, DIM), int8=int8)

@@ -15,7 +15,7 @@ from phasewise.methods.store.int8 import Int8
 from phasewise.ops import attention, native
 from phasewise.ops.native import fit, spans
 from phasewise.ops.native.abi import HeadStruct, PrefillCallStruct, SightStruct, Structures
-from phasewise.ops.native.spans import Few, Seen
+from phasewise.ops.native.spans import Few, SeenWindow
 from phasewise.step.span import ancestors, depths
 from tests import seeds
 from tests.ops.targets import EACH, NATIVE, drawn, running
@@ -69,7 +69,7 @@ class Lying:
     def few(self) -> tuple[Few, object]:
         """And what it must not outlive."""
         words, planes, kept = self.lie()
-        seen = None if self.seats is None else Seen(0, seats=self.seats)
+        seen = None if self.seats is None else SeenWindow(0, seats=self.seats)
         scales = (planes[1], planes[3]) if self.rounded else None
         k, v = (planes[0], planes[2]) if self.rounded else (self.k, self.v)
         return Few(self.q, k, v, self.sees, 0, scales, seen, heads=words.address), (words, planes, kept)
@@ -219,5 +219,5 @@ def test_heads_that_hold_and_see_all_are_read_as_any(kind: torch.dtype) -> None:
         lying.begins, lying.windows = [0, 0], [0, 0]
         assert torch.equal(read([lying]), spans.attend([Few(lying.q, lying.k, lying.v)], 0.2)[0])
         lying.windows, lying.sinks = [37, 37], [3, 3]
-        same = Few(lying.q, lying.k, lying.v, seen=Seen(37, 3))
+        same = Few(lying.q, lying.k, lying.v, seen=SeenWindow(37, 3))
         assert torch.equal(read([lying]), spans.attend([same], 0.2)[0])

@@ -18,7 +18,7 @@ from torch import Tensor
 from phasewise.methods.store.int8 import Int8
 from phasewise.ops.native import listed, spans
 from phasewise.ops.native.listed import Listed
-from phasewise.ops.native.spans import Common, Few, Seen
+from phasewise.ops.native.spans import Common, Few, SeenWindow
 from phasewise.step.span import ancestors
 from tests import seeds
 from tests.ops.targets import EACH, by_levels, running
@@ -136,7 +136,7 @@ def test_windows_with_sinks(window: int, sinks: int, shape: tuple[int, int, int]
     few = make(shape, 5, 1500, 7)
     others = make(shape, 5, 5, 8).q.contiguous()
     for far in (None, others):
-        one = few._replace(seen=Seen(window, sinks, far))
+        one = few._replace(seen=SeenWindow(window, sinks, far))
         check(*spans.attend([one], SCALE, with_lse=True), exact(one), target)
 
 

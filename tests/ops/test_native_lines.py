@@ -16,7 +16,7 @@ from phasewise.methods.attend.instinfer import _Index
 from phasewise.methods.store.int8 import Int8
 from phasewise.ops import native
 from phasewise.ops.native import choice, listed
-from phasewise.ops.native.choice import SHARE, Ballot, Candidates, Rest, Ways, choose, takes
+from phasewise.ops.native.choice import SHARE, Ballot, Candidates, UnlistedRest, Ways, choose, takes
 from phasewise.ops.native.listed import Listed
 from tests import seeds
 from tests.ops.targets import EACH
@@ -57,7 +57,7 @@ def made(seed: int, shape: tuple[int, int, int], n: int, some: tuple[int, int], 
     lines = torch.full((heads, dim, n + 3), float("nan")).bfloat16()
     lines[..., :known] = k[:, :known].mT
     index = _Index(lines, v[:, :known].float().sum(1), known)
-    rest = Rest(torch.empty(heads * group), torch.empty(heads, dim))
+    rest = UnlistedRest(torch.empty(heads * group), torch.empty(heads, dim))
     among = Candidates(0, n - 1, 1, chosen, SHARE, False, 0, n, width=dim, largest=largest)
     keys, k_scale, values, v_scale = planes
     assert keys is not None
@@ -145,7 +145,7 @@ def test_the_rest_is_joined_with_what_is_listed(shape: tuple[int, int, int]) -> 
     case = made(3, shape, 200, (4, 20))
     q, k = case.ballot.q, case.k
     slots = torch.arange(0, 200, 7, dtype=torch.int32).expand(heads, 1, -1).contiguous()
-    rest = Rest(torch.rand(heads * group), torch.randn(heads, dim))
+    rest = UnlistedRest(torch.rand(heads * group), torch.randn(heads, dim))
     [exact], [joined] = (listed.attend([Listed(q, k, case.v, slots, None, each)], SCALE) for each in (None, rest))
     torch.testing.assert_close(joined, rest.joined(exact), atol=0, rtol=2**-7)
     assert not torch.equal(joined, exact)

@@ -20,8 +20,8 @@ from phasewise.ops.native import listed, stack, weights
 from phasewise.ops.native.abi import LayerChoiceStruct, PlanesStruct, Structures
 from phasewise.ops.native.choice import ALL, CHOSEN, PROMISE, Candidates, Chosen, Ways
 from phasewise.ops.native.listed import Listed, Pages
-from phasewise.ops.native.stack import Halves, Rows, Stack, StackLayer, StackShape, StackSpan, Turns
-from phasewise.ops.native.weights import Packed
+from phasewise.ops.native.stack import Halves, PassBuffers, Stack, StackLayer, StackShape, StackSpan, Turns
+from phasewise.ops.native.weights import PackedWeights
 from tests.ops.targets import EACH
 
 HIDDEN, LAYERS, SCALE = 48, 3, 0.3
@@ -41,8 +41,8 @@ def model(heads: int, group: int, dim: int) -> Stack:
     """Layers of attention alone, in effect; embeddings for ten tokens."""
     generator = torch.Generator().manual_seed(dim)
 
-    def packed(outputs: int, inputs: int, size: float) -> Packed:
-        return Packed((torch.randn(outputs, inputs, generator=generator) * size).bfloat16(), None)
+    def packed(outputs: int, inputs: int, size: float) -> PackedWeights:
+        return PackedWeights((torch.randn(outputs, inputs, generator=generator) * size).bfloat16(), None)
 
     qkv = heads * (group + 2) * dim
     layers = [
@@ -129,7 +129,7 @@ def in_halves(call: Stack, requests: Sequence[Held]) -> Tensor:
         (count, HIDDEN), (count, heads_q + 2 * heads, dim), (count, heads_q, dim), (count, heads_q, dim)
     ))  # fmt: skip
     spans = [one.span(False, 0) for one in requests]
-    halves = Halves(call, array("q", [*range(count), *[0] * count]), Turns([]), spans, Rows(x, qkv, read, far))
+    halves = Halves(call, array("q", [*range(count), *[0] * count]), Turns([]), spans, PassBuffers(x, qkv, read, far))
     for layer in range(LAYERS):
         halves.upto(2 * layer + 1)
         queries, out = halves.between

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from phasewise.ops import attention, native
 from phasewise.ops.native import prefill, spans
-from phasewise.ops.native.spans import Few, Seen
+from phasewise.ops.native.spans import Few, SeenWindow
 from phasewise.step.span import ancestors
 from tests import seeds
 from tests.ops.targets import EACH, NATIVE, drawn, running
@@ -26,7 +26,7 @@ def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return str(request.param)
 
 
-def make(shape: tuple[int, int, int], rows: int, n: int, kind: torch.dtype, seen: Seen, far: bool = True) -> Few:
+def make(shape: tuple[int, int, int], rows: int, n: int, kind: torch.dtype, seen: SeenWindow, far: bool = True) -> Few:
     heads_q, heads, dim = shape
     q = torch.randn(rows, heads_q + 2 * heads, dim).to(kind)[:, :heads_q]
     k, v = (torch.randn(heads, n + 5, dim).to(kind)[:, :n] for _ in range(2))
@@ -74,11 +74,11 @@ def test_few_rows_equal_the_twin(draw: int, sets: list[str]) -> None:
     torch.manual_seed(some.getrandbits(32))
     cases = [(1, 1), (1, 65), (1, 300), (1, 2500), (5, 70), (16, 1030), (7, 2050)]
     for window, sinks in some.sample(SIGHTS, 4):
-        seen = Seen(window, sinks)
+        seen = SeenWindow(window, sinks)
         batch = [make(shape, rows, n, kind, seen, far=bool(n % 5)) for rows, n in cases]
         if window > 3:
             batch += [tree(make(shape, 9, n, kind, seen), window) for n in (9, 200, 1500)]
-        batch.append(make(shape, 3, 90, kind, Seen(0)))
+        batch.append(make(shape, 3, 90, kind, SeenWindow(0)))
         wants = torch.cat([twin(few, 0.2) for few in batch[:-1]])
         for target in sets:
             with running(target, spans):
@@ -94,7 +94,7 @@ def test_few_rows_depend_on_nothing_else(kind: torch.dtype) -> None:
     torch.manual_seed(0)
     for window, sinks in seeds.draw("sight in company", kind).sample(SIGHTS, 3):
         sizes = ((1, 40), (9, 1027), (1, 1500), (12, 70), (3, 2500))
-        batch = [make((6, 2, 64), rows, n, kind, Seen(window, sinks)) for rows, n in sizes]
+        batch = [make((6, 2, 64), rows, n, kind, SeenWindow(window, sinks)) for rows, n in sizes]
         together, _ = spans.attend(batch, 0.1)
         start = 0
         for few in batch:
@@ -122,7 +122,7 @@ def test_slices_of_prompts_equal_the_twin(draw: int, sets: list[str]) -> None:
     torch.manual_seed(some.getrandbits(32))
     for window, sinks in some.sample(SIGHTS, 3):
         for rows, n in [(1, 1), (2, 300), (65, 65), (97, 1000), (300, 611)]:
-            few = make(shape, rows, n, kind, Seen(window, sinks), far=bool(n % 5))
+            few = make(shape, rows, n, kind, SeenWindow(window, sinks), far=bool(n % 5))
             want = twin(few, 0.2)
             for target in sets:
                 with running(target, prefill):
@@ -136,7 +136,7 @@ def test_any_slices_read_what_the_whole_reads(seed: int) -> None:
     draw = seeds.draw("slices in sight", seed)
     torch.manual_seed(draw.getrandbits(32))
     n, rows = 700, draw.randint(100, 600)
-    few = make((6, 2, 64), rows, n, draw.choice(KINDS), Seen(draw.randint(1, 400), draw.choice([0, 4, 70])))
+    few = make((6, 2, 64), rows, n, draw.choice(KINDS), SeenWindow(draw.randint(1, 400), draw.choice([0, 4, 70])))
     assert few.seen is not None and few.seen.far is not None
     whole = prefill.causal(few.q, few.k, few.v, 0.2, seen=few.seen)
     start = 0

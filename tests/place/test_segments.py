@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phasewise.cluster.segments import Block, Landing, Sent, between, cut, size
+from phasewise.cluster.segments import Landing, SegmentBlock, Sent, between, cut, size
 from phasewise.engine.assembly import kv_shapes
 from phasewise.engine.engine import Engine
 from phasewise.kv.buffer import Ledger
@@ -51,9 +51,9 @@ def same_rows(ours: KV, theirs: KV) -> None:
 
 # ---- numbers
 def test_runs_of_layers_share_a_block() -> None:
-    assert between([0] * 4, [16] * 4) == [Block((0, 4), (0, 16))]  # a chunk
-    assert between([16, 16, 0, 0], [16, 16, 16, 0]) == [Block((2, 3), (0, 16))]  # a layer of a slice under way
-    assert between([8, 8, 4, 4], [20, 20, 20, 4]) == [Block((0, 2), (8, 20)), Block((2, 3), (4, 20))]
+    assert between([0] * 4, [16] * 4) == [SegmentBlock((0, 4), (0, 16))]  # a chunk
+    assert between([16, 16, 0, 0], [16, 16, 16, 0]) == [SegmentBlock((2, 3), (0, 16))]  # a layer of a slice under way
+    assert between([8, 8, 4, 4], [20, 20, 20, 4]) == [SegmentBlock((0, 2), (8, 20)), SegmentBlock((2, 3), (4, 20))]
     assert between([5, 5], [5, 5]) == []
 
 
@@ -67,7 +67,7 @@ def test_blocks_hold_exactly_what_is_ready_and_not_sent(pairs: list[tuple[int, i
     ready = [a + b for a, b in pairs]
     found = [(layer, row) for b in between(sent, ready) for layer in range(*b.layers) for row in range(*b.rows)]
     assert sorted(found) == [(layer, row) for layer in range(len(more)) for row in range(sent[layer], ready[layer])]
-    assert all(Block.of(block.plain()) == block for block in between(sent, ready))
+    assert all(SegmentBlock.of(block.plain()) == block for block in between(sent, ready))
 
 
 # ---- rows
@@ -82,7 +82,7 @@ def test_pieces_in_any_order_and_twice_give_the_same_rows(
 ) -> None:
     engine, request = computed()
     edges, depths = sorted({0, ROWS, *rows}), sorted({0, LAYERS, *layers})
-    pieces = [[Block((a, b), (start, stop))] for a, b in pairwise(depths) for start, stop in pairwise(edges)]
+    pieces = [[SegmentBlock((a, b), (start, stop))] for a, b in pairwise(depths) for start, stop in pairwise(edges)]
     room = landing(engine)
     numbers = [*range(len(pieces)), *range(len(pieces))]
     order.shuffle(numbers)
@@ -96,13 +96,16 @@ def test_pieces_in_any_order_and_twice_give_the_same_rows(
     assert room.store.counters.kv_bytes_moved == request.kv.live_bytes == sum(size(request.kv, p) for p in pieces)
 
 
-@pytest.mark.parametrize("missing", [Block((0, 1), (0, 1)), Block((3, 4), (89, 90)), Block((1, 2), (40, 41))])
-def test_a_single_missing_row_is_noticed(missing: Block) -> None:
+@pytest.mark.parametrize(
+    "missing", [SegmentBlock((0, 1), (0, 1)), SegmentBlock((3, 4), (89, 90)), SegmentBlock((1, 2), (40, 41))]
+)
+def test_a_single_missing_row_is_noticed(missing: SegmentBlock) -> None:
     engine, request = computed()
     room = landing(engine)
     (first, last), (start, stop) = missing.layers, missing.rows
-    around = [Block((0, first), (0, ROWS)), Block((last, LAYERS), (0, ROWS)), Block((first, last), (0, start)),
-              Block((first, last), (stop, ROWS))]  # fmt: skip
+    sides = [((0, first), (0, ROWS)), ((last, LAYERS), (0, ROWS)), ((first, last), (0, start)),
+             ((first, last), (stop, ROWS))]  # fmt: skip
+    around = [SegmentBlock(layers, rows) for layers, rows in sides]
     blocks = [b for b in around if b.layers[0] < b.layers[1] and b.rows[0] < b.rows[1]]
     room.lay(0, blocks, cut(request.kv, blocks))
     assert not room.covers(ROWS)
@@ -111,19 +114,25 @@ def test_a_single_missing_row_is_noticed(missing: Block) -> None:
 
 
 @pytest.mark.parametrize(
-    "block", [Block((0, 5), (0, 9)), Block((0, 4), (100, 200)), Block((2, 2), (0, 9)), Block((-1, 4), (0, 9))]
+    "block",
+    [
+        SegmentBlock((0, 5), (0, 9)),
+        SegmentBlock((0, 4), (100, 200)),
+        SegmentBlock((2, 2), (0, 9)),
+        SegmentBlock((-1, 4), (0, 9)),
+    ],
 )
-def test_rows_that_have_no_place_do_not_fit(block: Block) -> None:
+def test_rows_that_have_no_place_do_not_fit(block: SegmentBlock) -> None:
     engine, request = computed()
     room = landing(engine)
     with pytest.raises(Misfit, match="do not fit"):
-        room.lay(0, [block], cut(request.kv, [Block((0, 4), (0, 9))]))
+        room.lay(0, [block], cut(request.kv, [SegmentBlock((0, 4), (0, 9))]))
     assert not room.has(0) and not room.covers(1)
 
 
 def test_tensors_of_another_shape_or_number_do_not_fit() -> None:
     engine, request = computed()
-    block = Block((0, 4), (0, 9))
+    block = SegmentBlock((0, 4), (0, 9))
     tensors = cut(request.kv, [block])
     for wrong in (tensors[:-1], [t[:, :1] for t in tensors], [t.double() for t in tensors]):
         room = landing(engine)
@@ -143,13 +152,13 @@ def test_layers_of_a_slice_under_way_may_go_before_it_is_done() -> None:
         blocks = sent.more(request, ROWS)
         seen.append(blocks)
         sent.note(blocks)
-    assert seen == [[Block((layer, layer + 1), (0, ROWS))] for layer in range(LAYERS)]
+    assert seen == [[SegmentBlock((layer, layer + 1), (0, ROWS))] for layer in range(LAYERS)]
     assert sent.rest(request) == []
 
 
 def test_rows_that_may_be_computed_again_stay_until_they_are_kept() -> None:
     _, request = computed("layered:rows_per_group=30", steps=1)
-    assert Sent().more(request, 64) == [Block((0, 1), (0, 64))]
+    assert Sent().more(request, 64) == [SegmentBlock((0, 1), (0, 64))]
     sent = Sent()
     sent.note(sent.more(request, ROWS))
     request.slice.kv.commit(0)  # as a step that failed

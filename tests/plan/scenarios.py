@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phasewise import catalog
-from phasewise.plan.cost import Cost, Price, Step
+from phasewise.plan.cost import Cost, Price, StepWork
 from phasewise.plan.link import LOCAL, Link
 from phasewise.plan.sequence import SimulatedRequest
 from phasewise.plan.serving import Serving
@@ -28,10 +28,10 @@ class Linear:
     row: float = 0.0
     prompt: float = 0.0
 
-    def seconds(self, step: Step) -> float:
+    def seconds(self, step: StepWork) -> float:
         return self.base + self.row * step.rows + self.prompt * step.prefill_rows
 
-    def price(self, step: Step) -> Price:
+    def price(self, step: StepWork) -> Price:
         return Price(self.seconds(step))
 
 

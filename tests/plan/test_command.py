@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from phasewise.cli import main
-from phasewise.plan.fit import Line
+from phasewise.plan.fit import FittedLine
 from phasewise.plan.profile import Measured, Profile
-from phasewise.plan.shape import Shape
+from phasewise.plan.shape import DecoderShape
 
 DEVICE = ["simulate", "--device", "h100", "--model", "pocket", "--rate", "50", "--requests", "40"]
 
@@ -60,10 +60,10 @@ def test_units_that_are_probably_meant_otherwise_are_said(
 def test_a_profile_of_another_machine_is_noted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    line = Line({"base": 0.01, "prefill_rows": 0.001, "decode_rows": 0.001}, 0.0)
+    line = FittedLine({"base": 0.01, "prefill_rows": 0.001, "decode_rows": 0.001}, 0.0)
     one = Measured("", 2, {}, {"mixed": line}, {}, 1024)
     there = {"cpu": "Another CPU", "cores": 2}
-    profile = Profile(there, {"name": "pocket"}, Shape(2, 64, 4, 2, 16, 128, 512), {}, [one])
+    profile = Profile(there, {"name": "pocket"}, DecoderShape(2, 64, 4, 2, 16, 128, 512), {}, [one])
     profile.save(tmp_path / "profile.json")
     words = f"--requests 200 --rate 3 --workload fixed:prompt=100,new=5 --ttft 500 --profile {tmp_path}/profile.json"
     more = ["--places", "colocated", "--schedules", "sarathi", "--config", str(tmp_path / "p.toml")]

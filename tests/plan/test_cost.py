@@ -9,23 +9,25 @@ import pytest
 
 from phasewise.errors import UserError
 from phasewise.load import config_of
-from phasewise.plan.cost import Step, counts
+from phasewise.plan.cost import StepWork, counts
 from phasewise.plan.device import UNITS, device, names, read
 from phasewise.plan.roofline import Roofline
-from phasewise.plan.shape import Shape
+from phasewise.plan.shape import DecoderShape
 
-SMALL = Shape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=1000)
-OPT_13B = Shape(40, 5120, 40, 40, 128, 2 * 5 * 4096 // 3, 50272)  # its two MLP matrices have 4 * 5120 columns each
-LLAMA_8B = Shape(layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256)
+SMALL = DecoderShape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=1000)
+OPT_13B = DecoderShape(
+    40, 5120, 40, 40, 128, 2 * 5 * 4096 // 3, 50272
+)  # its two MLP matrices have 4 * 5120 columns each
+LLAMA_8B = DecoderShape(layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256)
 
 
-def prompt(rows: int, before: int = 0, emits: int = 1) -> Step:
+def prompt(rows: int, before: int = 0, emits: int = 1) -> StepWork:
     """A slice of a prompt whose first `before` rows are there."""
-    return Step(rows, before * rows + rows * (rows + 1) / 2, before + rows, emits=emits)
+    return StepWork(rows, before * rows + rows * (rows + 1) / 2, before + rows, emits=emits)
 
 
-def decode(batch: int, context: int) -> Step:
-    return Step(decode_rows=batch, context=batch * context, emits=batch)
+def decode(batch: int, context: int) -> StepWork:
+    return StepWork(decode_rows=batch, context=batch * context, emits=batch)
 
 
 def test_weights_and_rows_are_counted_as_they_are() -> None:
@@ -37,7 +39,7 @@ def test_weights_and_rows_are_counted_as_they_are() -> None:
 
 def test_a_shape_is_read_from_a_model() -> None:
     config = config_of("pocket")
-    shape = Shape.of(config)
+    shape = DecoderShape.of(config)
     assert (shape.layers, shape.hidden, shape.vocab) == (config.layers, config.hidden, config.vocab)
 
 
@@ -111,8 +113,8 @@ def test_joules_and_money_follow_the_time() -> None:
 
 def test_an_npu_pads_its_last_chunk() -> None:
     made = Roofline(device("mllm-npu"), SMALL)
-    assert made.seconds(Step(1)) == made.seconds(Step(256))
-    assert made.seconds(Step(257)) == made.seconds(Step(512)) > 1.9 * made.seconds(Step(256))
+    assert made.seconds(StepWork(1)) == made.seconds(StepWork(256))
+    assert made.seconds(StepWork(257)) == made.seconds(StepWork(512)) > 1.9 * made.seconds(StepWork(256))
     assert made.seconds(decode(1, 1)) < made.seconds(prompt(1, emits=0))
 
 

@@ -11,11 +11,11 @@ import pytest
 from phasewise.bench.workloads import Fixed, Lognormal
 from phasewise.errors import UserError
 from phasewise.plan.arrivals import Load
-from phasewise.plan.cost import Price, Step
+from phasewise.plan.cost import Price, StepWork
 from phasewise.plan.drafts import Drafts
-from phasewise.plan.search import Question, Space, search
+from phasewise.plan.search import Question, SearchSpace, search
 from phasewise.plan.sequence import SimulatedRequest
-from phasewise.plan.setting import Setting, Source
+from phasewise.plan.setting import CostsByRole, ServerSetting
 from phasewise.plan.simulate import run
 from phasewise.request.params import SLO
 from tests.plan.scenarios import Linear, scenario
@@ -78,13 +78,13 @@ class Seen:
     """Keeps every step it is asked to price."""
 
     def __init__(self) -> None:
-        self.steps: list[Step] = []
+        self.steps: list[StepWork] = []
 
-    def seconds(self, step: Step) -> float:
+    def seconds(self, step: StepWork) -> float:
         self.steps.append(step)
         return 1.0
 
-    def price(self, step: Step) -> Price:
+    def price(self, step: StepWork) -> Price:
         return Price(self.seconds(step))
 
 
@@ -104,8 +104,8 @@ def test_rows_of_guesses_are_paid_for() -> None:
 def asked(accept: float, cost: Any) -> Question:
     return Question(
         Load(Fixed(prompt=100, new=40), 60, None, 1.0, 3), SLO(2.0, 0.02),
-        lambda choice: Source(lambda role, threads: cost, lambda role: 1 << 30, 1024, 4, 1),
-        Setting(kv_bytes=1 << 30, drafts=Drafts(0, accept)), precision=0.05,
+        lambda choice: CostsByRole(lambda role, threads: cost, lambda role: 1 << 30, 1024, 4, 1),
+        ServerSetting(kv_bytes=1 << 30, drafts=Drafts(0, accept)), precision=0.05,
     )  # fmt: skip
 
 
@@ -115,7 +115,7 @@ def asked(accept: float, cost: Any) -> Question:
     ids=["rows for nothing", "dear rows"],
 )
 def test_the_search_takes_the_depth_that_pays(accept: float, cost: Any, depth: int) -> None:
-    space = Space(1, ["colocated"], ["sarathi"], depths=(0, 1, 2, 4))
+    space = SearchSpace(1, ["colocated"], ["sarathi"], depths=(0, 1, 2, 4))
     found = search(space, asked(accept, cost), prune=False)
     assert found[0].choice.depth == depth and len(found) == 4
     assert f"{depth} guesses a step" in str(found[0].choice) or not depth

@@ -13,15 +13,15 @@ import pytest
 
 from phasewise.cli import main
 from phasewise.errors import UserError
-from phasewise.plan.cost import Step
+from phasewise.plan.cost import StepWork
 from phasewise.plan.gpu_tables import BITS, Place, TableCost, described, rounded, slices_of, table_cost
 from phasewise.plan.setting import known
-from phasewise.plan.shape import Shape
+from phasewise.plan.shape import DecoderShape
 
 from .test_cost import LLAMA_8B, decode, prompt
 
 SHAPES = Path(__file__).parents[2] / "scripts" / "shapes"
-MIXTURE = Shape(48, 2048, 32, 4, 128, 768, 151936, experts=128, chosen=8)  # Qwen3-30B-A3B
+MIXTURE = DecoderShape(48, 2048, 32, 4, 128, 768, 151936, experts=128, chosen=8)  # Qwen3-30B-A3B
 H100 = Place("h100_sxm", "trtllm")
 measured = pytest.mark.skipif(
     importlib.util.find_spec("aiconfigurator_core") is None, reason="measured tables are not installed: make silicon"
@@ -53,10 +53,10 @@ def test_a_step_is_the_work_on_its_rows_and_the_attention_of_both_kinds() -> Non
     cost = TableCost(Plain(), LLAMA_8B)
     assert cost.seconds(decode(4, 32)) == pytest.approx(1.004 + 4 * 32e-6)
     assert cost.seconds(prompt(32)) == pytest.approx(1.532 + 32 * 33 / 2 * 1e-6)
-    both = Step(32, 32 * 33 / 2, 32, 4, 128, emits=5)
+    both = StepWork(32, 32 * 33 / 2, 32, 4, 128, emits=5)
     assert cost.seconds(both) == pytest.approx(1.536 + 32 * 33 / 2 * 1e-6 + 4 * 32e-6)
-    assert cost.seconds(Step()) == 0.0
-    half = Step(32, 32 * 33 / 2, 32, share=0.5)
+    assert cost.seconds(StepWork()) == 0.0
+    half = StepWork(32, 32 * 33 / 2, 32, share=0.5)
     assert cost.seconds(half) == pytest.approx(cost.seconds(prompt(32)) / 2)
 
 
@@ -72,15 +72,15 @@ def test_money_is_of_all_devices_and_energy_is_said_to_be_unknown() -> None:
 )
 def test_equal_slices_are_found_again_from_their_sums(slices: int, rows: int, before: int) -> None:
     pairs = slices * (before * rows + rows * (rows + 1) / 2)
-    assert slices_of(Step(slices * rows, pairs, slices * (before + rows))) == pytest.approx((slices, rows, before))
+    assert slices_of(StepWork(slices * rows, pairs, slices * (before + rows))) == pytest.approx((slices, rows, before))
 
 
 def test_parts_of_a_row_and_unequal_slices_have_a_price() -> None:
     cost = TableCost(Plain(), LLAMA_8B)
-    part = Step(prefill_rows=100 * 0.3, pairs=5050 * 0.3, prefixes=30)  # type: ignore[arg-type]
+    part = StepWork(prefill_rows=100 * 0.3, pairs=5050 * 0.3, prefixes=30)  # type: ignore[arg-type]
     assert 0 < cost.seconds(part) < cost.seconds(prompt(100))
     long, short = prompt(400), prompt(100)
-    unequal = Step(500, long.pairs + short.pairs, 500)
+    unequal = StepWork(500, long.pairs + short.pairs, 500)
     rest = 1.5 + 500e-3
     assert cost.seconds(unequal) - rest == pytest.approx((long.pairs + short.pairs) * 1e-6, rel=0.01)
 
@@ -136,11 +136,11 @@ def test_what_was_not_measured_is_named_with_what_is_near(place: str, words: str
 
 @measured
 def test_a_model_that_does_not_fit_or_was_not_covered_is_refused() -> None:
-    large = Shape(80, 8192, 64, 8, 128, 28672, 128256)
+    large = DecoderShape(80, 8192, 64, 8, 128, 28672, 128256)
     with pytest.raises(UserError, match=r"ways=1: this model has no price there: no KV budget.*Try other ways"):
         table_cost(H100, large, 1)
     with pytest.raises(UserError, match="16-bit weights and KV, not of 8 and 16 bits"):
-        table_cost(H100, Shape(32, 4096, 32, 8, 128, 14336, 128256, width=1.0), 1)
+        table_cost(H100, DecoderShape(32, 4096, 32, 8, 128, 14336, 128256, width=1.0), 1)
     with pytest.raises(UserError, match="this model has no price there"):
         table_cost(H100, LLAMA_8B, 5)
 
@@ -150,7 +150,7 @@ def test_a_model_that_does_not_fit_or_was_not_covered_is_refused() -> None:
     ("shape", "name"), [(LLAMA_8B, "meta-llama/Meta-Llama-3.1-8B"), (MIXTURE, "Qwen/Qwen3-30B-A3B")]
 )
 @pytest.mark.parametrize("ways", [1, 2, 4])
-def test_steps_cost_what_the_package_says_of_the_model_by_its_name(shape: Shape, name: str, ways: int) -> None:
+def test_steps_cost_what_the_package_says_of_the_model_by_its_name(shape: DecoderShape, name: str, ways: int) -> None:
     from aiconfigurator_core.sdk.engine import EngineHandle
 
     split = {"moe_tp_size": ways} if shape.experts else {}
@@ -165,7 +165,7 @@ def test_steps_cost_what_the_package_says_of_the_model_by_its_name(shape: Shape,
         for context in (100, 1001, 5003):
             direct = theirs.decode_step_latency(batch, context, 2)
             assert 1e3 * cost.seconds(decode(batch, context)) == pytest.approx(direct, rel=0.02)
-            both = Step(512, 512 * 513 / 2, 512, batch, batch * context, emits=batch + 1)
+            both = StepWork(512, 512 * 513 / 2, 512, batch, batch * context, emits=batch + 1)
             mixed = sum(theirs.mixed_step_breakdown(512, batch, 512, 2)[1:3])
             attention = direct - sum(ms for at, ms, *_ in theirs.decode_step_per_op(batch, context, 2)
                                      if not at.endswith("_attention"))  # fmt: skip
@@ -174,7 +174,7 @@ def test_steps_cost_what_the_package_says_of_the_model_by_its_name(shape: Shape,
 
 @measured
 @pytest.mark.parametrize("shape", [LLAMA_8B, MIXTURE])
-def test_prices_are_positive_and_rise_with_rows_and_contexts(shape: Shape) -> None:
+def test_prices_are_positive_and_rise_with_rows_and_contexts(shape: DecoderShape) -> None:
     """Kernels for more rows may be the faster ones: measured steps dip, by less than a part in ten."""
     for ways in (1, 2):
         cost = table_cost(H100, shape, ways)
@@ -183,7 +183,7 @@ def test_prices_are_positive_and_rise_with_rows_and_contexts(shape: Shape) -> No
             [cost.seconds(decode(batch, 1000)) for batch in (1, 4, 16, 64, 256)],
             [cost.seconds(decode(32, context)) for context in (10, 100, 1000, 10_000)],
             [cost.seconds(prompt(256, before)) for before in (0, 1024, 8192)],
-            [cost.seconds(Step(rows, rows * (rows + 1) / 2, rows, 32, 32_000)) for rows in (1, 64, 512, 2048)],
+            [cost.seconds(StepWork(rows, rows * (rows + 1) / 2, rows, 32, 32_000)) for rows in (1, 64, 512, 2048)],
         ]
         for values in series:
             assert values[0] > 0
@@ -206,7 +206,7 @@ def test_a_shape_describes_the_model_that_it_was_read_from() -> None:
     from phasewise.load import config_of
 
     for name in ("llama-3.1-8b", "llama-3.1-70b", "qwen3-30b-a3b"):
-        shape = Shape.of(config_of(str(SHAPES / name)))
+        shape = DecoderShape.of(config_of(str(SHAPES / name)))
         assert described(shape)["num_hidden_layers"] == shape.layers
         assert table_cost(H100, shape, 4).seconds(decode(1, 100)) > 0
 

@@ -12,21 +12,21 @@ from phasewise.bench.workloads import Fixed, Lognormal
 from phasewise.errors import UserError
 from phasewise.kv.buffer import Ledger
 from phasewise.plan.arrivals import Load
-from phasewise.plan.cost import Step
+from phasewise.plan.cost import StepWork
 from phasewise.plan.device import device
 from phasewise.plan.link import Link
 from phasewise.plan.roofline import Roofline
-from phasewise.plan.search import Choice, Space
+from phasewise.plan.search import Choice, SearchSpace
 from phasewise.plan.sequence import SimulatedRequest, SimulatedSequence
 from phasewise.plan.setting import known
-from phasewise.plan.shape import Shape
+from phasewise.plan.shape import DecoderShape
 from phasewise.plan.simulate import run
 from phasewise.plan.simulated_engine import EngineSettings, SimulatedEngine
 from phasewise.request.params import SLO
 from tests.plan.scenarios import ROW, Linear, in_turn, scenario, scheduler
 from tests.plan.test_simulate import ONE, PLACES, mean_ttft, prompts, settled
 
-LLAMA_8B = Shape(32, 4096, 32, 8, 128, 14336, 128256)
+LLAMA_8B = DecoderShape(32, 4096, 32, 8, 128, 14336, 128256)
 
 
 @pytest.mark.parametrize(("stages", "rate"), [(2, 1.5), (4, 2.8)])
@@ -81,7 +81,7 @@ def test_everybody_is_served_although_memory_is_short_and_workers_die_with_steps
 
 def test_stages_hold_a_part_of_the_layers_and_pass_rows_on() -> None:
     one, four = Roofline(device("h100"), LLAMA_8B), Roofline(device("h100"), LLAMA_8B, stages=4)
-    step = Step(prefill_rows=4096, pairs=4096 * 4097 / 2, prefixes=4096, emits=1)
+    step = StepWork(prefill_rows=4096, pairs=4096 * 4097 / 2, prefixes=4096, emits=1)
     h100 = device("h100")
     hops = 3 * (4096 * 4096 * 2 / h100.link + h100.latency)
     assert four.seconds(step) == pytest.approx(one.seconds(step) + 3 * h100.overhead + hops)
@@ -90,7 +90,7 @@ def test_stages_hold_a_part_of_the_layers_and_pass_rows_on() -> None:
 
 
 def test_a_model_that_is_too_large_for_one_device_fits_in_stages() -> None:
-    large = Shape(80, 8192, 64, 8, 128, 28672, 32000)
+    large = DecoderShape(80, 8192, 64, 8, 128, 28672, 32000)
     with pytest.raises(UserError, match="share them among at least 2"):
         Roofline(device("h100"), large)
     assert Roofline(device("h100"), large, stages=2).kv_bytes > 0
@@ -101,7 +101,7 @@ def test_a_model_that_is_too_large_for_one_device_fits_in_stages() -> None:
 
 
 def test_stages_are_devices() -> None:
-    space = Space(4, ("colocated",), ("sarathi",), ways=(1, 2, 4), stages=(1, 2, 4))
+    space = SearchSpace(4, ("colocated",), ("sarathi",), ways=(1, 2, 4), stages=(1, 2, 4))
     assert [(one.ways, one.stages) for one in space.choices()] == [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)]
     assert str(Choice("colocated", "sarathi", ways=2, stages=4)) == "colocated, sarathi, 2 devices per stage, 4 stages"
 

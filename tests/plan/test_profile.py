@@ -20,11 +20,11 @@ from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
 from phasewise.plan.beside import Beside
 from phasewise.plan.interference import BusyWorker, around, measure
-from phasewise.plan.profile import Grid, Held, Measured, Measuring, Profile
+from phasewise.plan.profile import Grid, HeldOutError, Measured, Measuring, Profile
 from phasewise.plan.profiler import LONG, LONG_STEPS, STEPS, Size, StepProfiler, sizes
 from phasewise.plan.serving import Serving
-from phasewise.plan.setting import Setting, measured
-from phasewise.plan.shape import Shape
+from phasewise.plan.setting import ServerSetting, measured
+from phasewise.plan.shape import DecoderShape
 from tests import tiny
 
 GRID = Grid((8, 32), (1, 4), (32, 96), 1)
@@ -169,7 +169,7 @@ def made() -> Profile:
     measured = [Measured("", n, {"store": "int8"}, lines, held, 128, beside if n == 1 else {}, beside if n == 2 else {})
                 for n in (1, 2)]  # fmt: skip
     return Profile(
-        {"cpu": "abacus"}, {"name": "x", "hash": "12"}, Shape(2, 8, 2, 1, 4, 16, 64), {"flops": 1.0}, measured
+        {"cpu": "abacus"}, {"name": "x", "hash": "12"}, DecoderShape(2, 8, 2, 1, 4, 16, 64), {"flops": 1.0}, measured
     )
 
 
@@ -190,7 +190,7 @@ def test_profiles_come_back_from_their_files(tmp_path: Path) -> None:
 def test_all_that_was_measured_reaches_the_simulator() -> None:
     workers = Serving(0.5, 0.25, 0.125, 0.0625, {"prefill": {"decode": 3.0}})
     profile = replace(made(), machine={"cpu": "abacus", "cores": 2}, served={"workers": workers})
-    layout = Setting(place="semi_pd").scenario(measured(profile), 1, (), 0).layout
+    layout = ServerSetting(place="semi_pd").scenario(measured(profile), 1, (), 0).layout
     assert layout.served == workers
     assert layout.beside(1)["prefill"]["decode"] == 3.0
     assert layout.shared(2)["prefill"]["decode"] == 1.5 * 3.0  # of a busy, times what the server makes of it
@@ -218,7 +218,7 @@ def test_files_that_are_no_profiles_are_named(tmp_path: Path, text: str, words: 
 
 
 def test_held_out_errors_are_medians() -> None:
-    assert Held.of([0.3, 0.1, 0.2]) == Held(3, 0.2, 0.3)
+    assert HeldOutError.of([0.3, 0.1, 0.2]) == HeldOutError(3, 0.2, 0.3)
 
 
 def test_the_command_measures_and_says_what_it_held_out(

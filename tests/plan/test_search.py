@@ -15,7 +15,7 @@ from phasewise.plan.search import (
     Assumption,
     Choice,
     Question,
-    Space,
+    SearchSpace,
     TooShort,
     Tried,
     places,
@@ -24,12 +24,12 @@ from phasewise.plan.search import (
     search,
     sensitivity,
 )
-from phasewise.plan.setting import Setting, Source
+from phasewise.plan.setting import CostsByRole, ServerSetting
 from phasewise.request.params import SLO
 from tests.plan.scenarios import Linear
 
 COST = Linear(base=0.01, prompt=0.0005, row=0.0005)
-SMALL = Space(3, places(3), ("sarathi:budget=256", "prefill_first"))
+SMALL = SearchSpace(3, places(3), ("sarathi:budget=256", "prefill_first"))
 
 
 def test_a_load_that_ends_too_soon_says_so() -> None:
@@ -39,8 +39,8 @@ def test_a_load_that_ends_too_soon_says_so() -> None:
 
 def question(slo: SLO, cost: Any = COST, **more: Any) -> Question:
     load = Load(Fixed(prompt=100, new=20), 60, None, 1.0, 3)
-    return Question(load, slo, lambda choice: Source(lambda role, threads: cost, lambda role: 1 << 30, 1024, 4, 1),
-                    Setting(kv_bytes=1 << 30), precision=0.05, **more)  # fmt: skip
+    return Question(load, slo, lambda choice: CostsByRole(lambda role, threads: cost, lambda role: 1 << 30, 1024, 4, 1),
+                    ServerSetting(kv_bytes=1 << 30), precision=0.05, **more)  # fmt: skip
 
 
 def test_pool_sizes_are_all_there() -> None:
@@ -57,14 +57,17 @@ def test_workers_of_one_machine_divide_its_cores() -> None:
     assert found == ["colocated", "disaggregated:prefill=1,decode=1", "semi_pd", "splitwise:prompt=1,token=1"]
     asked = question(SLO(0.6, None))
     machine = replace(asked, source=lambda choice: replace(asked.source(choice), machine=True))
-    best = search(Space(1, found, ("sarathi:budget=256",)), machine, prune=False)
+    best = search(SearchSpace(1, found, ("sarathi:budget=256",)), machine, prune=False)
     assert {one.choice.place for one in best} == {*found} and {one.devices for one in best} == {1}
-    assert {one.devices for one in search(Space(2, places(2), ("sarathi:budget=256",)), asked, prune=False)} == {1, 2}
+    assert {one.devices for one in search(SearchSpace(2, places(2), ("sarathi:budget=256",)), asked, prune=False)} == {
+        1,
+        2,
+    }
 
 
 def test_pruning_changes_no_winner() -> None:
     """Nothing that was given up early is better than the first two, measured to the end."""
-    space = Space(4, places(4), SMALL.schedules)
+    space = SearchSpace(4, places(4), SMALL.schedules)
     brute, pruned = search(space, question(SLO(0.3, 0.05)), prune=False), search(space, question(SLO(0.3, 0.05)))
     assert len(brute) == len(pruned) == len(list(space.choices()))
     ends = {one.choice: one.worth for one in brute}
@@ -84,10 +87,10 @@ def test_the_rate_is_one_that_holds_and_the_next_does_not() -> None:
 def test_impossible_targets_name_the_nearest() -> None:
     """Alone, a prompt of 100 rows takes 0.01 + 0.1 s; a token of one row 0.0105 s."""
     with pytest.raises(UserError, match=r"missed at any rate; the nearest: .* has TTFT 110 ms") as failed:
-        search(Space(1, ["colocated"], ("sarathi:budget=256",)), question(SLO(0.05, None)))
+        search(SearchSpace(1, ["colocated"], ("sarathi:budget=256",)), question(SLO(0.05, None)))
     assert "90 %" in str(failed.value)
     with pytest.raises(UserError, match="nothing can be built of 1 devices"):
-        search(Space(1, ["disaggregated:prefill=1,decode=1"], ["sarathi"]), question(SLO(1.0, None)))
+        search(SearchSpace(1, ["disaggregated:prefill=1,decode=1"], ["sarathi"]), question(SLO(1.0, None)))
 
 
 def test_sensitivity_says_when_the_choice_would_be_another() -> None:

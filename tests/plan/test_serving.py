@@ -14,7 +14,7 @@ from phasewise.bench.prompts import random_prompts
 from phasewise.bench.workloads import Shot
 from phasewise.cli import main
 from phasewise.plan.beside import both, over
-from phasewise.plan.cost import Step
+from phasewise.plan.cost import StepWork
 from phasewise.plan.profile import Grid, Profile
 from phasewise.plan.serving import AMONG, PROMPTS, ROUNDS, STREAMS, Asking, Serving, decodes, prompt, rising
 from phasewise.request.trace import Trace
@@ -77,7 +77,7 @@ class Together:
             if not there:
                 now = min(shots[i].arrival for i in left) + self.served.lag
                 continue
-            step = Step()
+            step = StepWork()
             for i in there:
                 if traces[i].tokens:
                     step = replace(step, decode_rows=step.decode_rows + 1, context=step.context + 1)
@@ -102,8 +102,8 @@ def test_one_engine_has_nobody_beside_it(served: Serving) -> None:
 
 def test_tokens_and_requests_delay_steps_with_decodes_alone() -> None:
     served = Serving(1.0, 0.1, 0.01, 0.5)
-    assert served.added(Step(prefill_rows=8, emits=1), 1) == 0.0
-    assert served.added(Step(prefill_rows=8, decode_rows=3, emits=4), 1) == pytest.approx(0.1 + 0.04 + 0.5)
+    assert served.added(StepWork(prefill_rows=8, emits=1), 1) == 0.0
+    assert served.added(StepWork(prefill_rows=8, decode_rows=3, emits=4), 1) == pytest.approx(0.1 + 0.04 + 0.5)
 
 
 def test_a_line_that_rises_has_no_part_below_zero() -> None:
@@ -121,8 +121,8 @@ def test_a_server_that_is_faster_than_its_steps_adds_nothing() -> None:
 
 
 def test_steps_that_are_asked_for_are_whole_prompts_and_decodes() -> None:
-    assert prompt(32) == Step(prefill_rows=32, pairs=32 * 33 / 2, prefixes=32, ended=32, emits=1)
-    assert decodes(4, 10.5) == Step(decode_rows=4, context=42, emits=4)
+    assert prompt(32) == StepWork(prefill_rows=32, pairs=32 * 33 / 2, prefixes=32, ended=32, emits=1)
+    assert decodes(4, 10.5) == StepWork(decode_rows=4, context=42, emits=4)
 
 
 def test_factors_of_a_server_go_before_those_of_mere_neighbours() -> None:

@@ -15,7 +15,7 @@ from phasewise.plan.beside import Beside, slowed
 from phasewise.plan.link import Link
 from phasewise.plan.sequence import SimulatedRequest
 from phasewise.plan.serving import Serving
-from phasewise.plan.simulate import Outcome, goodput, run
+from phasewise.plan.simulate import LoadOutcome, goodput, run
 from phasewise.request.params import SLO
 from tests.plan.scenarios import ROW, Linear, in_turn, scenario
 
@@ -28,7 +28,7 @@ def prompts(n: int, rate: float, seed: int = 1, new: int = 1) -> list[SimulatedR
     return Load(Fixed(8, new), n, rate, seed=seed).jobs(SLO())
 
 
-def mean_ttft(outcome: Outcome) -> float:
+def mean_ttft(outcome: LoadOutcome) -> float:
     return fmean(job.ttft or 0.0 for job in outcome.jobs)
 
 
@@ -151,7 +151,7 @@ def test_targets_that_no_rate_meets_have_no_goodput() -> None:
 
 
 # ---- nothing is lost, and nothing stays behind
-def settled(outcome: Outcome) -> None:
+def settled(outcome: LoadOutcome) -> None:
     assert all(job.finished and job.n_out == job.new for job in outcome.jobs)
     for cluster in outcome.clusters:
         handles = [] if cluster.router is None else cluster.router.handles

@@ -15,10 +15,10 @@ from phasewise.errors import UserError
 from phasewise.plan.candidates import changes_answers, pairs, singles
 from phasewise.plan.effort import LEAST_ROUNDS, Pace, estimate, fitted
 from phasewise.plan.loss import Loss, limit_of, lost
-from phasewise.plan.tune import FINALISTS, SEEDS, Budget, Candidate, Tuner, front, ranked
+from phasewise.plan.tune import FINALISTS, SEEDS, Candidate, RungBudget, Tuner, front, ranked
 from phasewise.request.counters import Counters
 from phasewise.request.params import Params
-from phasewise.request.request import Left, Request
+from phasewise.request.request import Departure, Request
 
 LOOKUP, RECYCLING, INT8 = "draft=prompt_lookup", "draft=token_recycling", "store=int8"
 SNAPKV, UNIFIED, QUEST = "evict=snapkv", "skip=unified", "attend=quest"
@@ -50,7 +50,7 @@ class Track:
                     speed *= SPEED[word]
                 request = Request([1, 2], Params(max_tokens=4))
                 request.tokens.extend([3] * 4)
-                request.left = Left("finished", "length")
+                request.left = Departure("finished", "length")
                 seconds = (1 + shot.new) / speed  # rounds differ, the ratio does not
                 self.trials.append(
                     SettingTrial(name, number, Drive(seconds, Counters(emitted=4), 9, [request], [HeldKV(70, 80)]), 1.0)
@@ -84,7 +84,7 @@ class Bench:
 
     def tune(self, names: Sequence[str], limit: float = 0.01) -> tuple[list[Candidate], Tuner]:
         tuner = Tuner(self.race, self.shots, self.weigh, limit)
-        return tuner.run([BenchSetting.parse(name) for name in names], Budget()), tuner
+        return tuner.run([BenchSetting.parse(name) for name in names], RungBudget()), tuner
 
 
 def test_the_fastest_that_is_allowed_wins_and_pairs_are_tried() -> None:
@@ -201,20 +201,20 @@ def test_the_estimate_counts_what_is_done(names: list[str]) -> None:
     runs: list[Track] = []
     tuner = Tuner(lambda some: runs.append(bench.race(some)) or runs[-1], bench.shots, bench.weigh, 0.01)
     settings = [BenchSetting.parse(name) for name in names]
-    tuner.run(settings, Budget())
+    tuner.run(settings, RungBudget())
     done = sum(len(run.trials) for run in runs)
     judged = sum(examples for _, examples, _ in bench.weighed)
-    clock = estimate(settings, Pace(8, run=1.0), 8, Budget()).seconds
-    answers = estimate(settings, Pace(8, run=0.0, example=1.0), 8, Budget()).seconds
+    clock = estimate(settings, Pace(8, run=1.0), 8, RungBudget()).seconds
+    answers = estimate(settings, Pace(8, run=0.0, example=1.0), 8, RungBudget()).seconds
     assert done <= clock <= 1.5 * done and judged <= answers <= 3 * max(judged, 1)
 
 
 def test_a_time_is_kept_by_cutting_examples_then_rounds_then_requests() -> None:
     some = [BenchSetting.parse(name) for name in (LOOKUP, RECYCLING, SNAPKV)]
-    whole = fitted(some, Pace(8, run=1.0, example=1.0), Budget(), 1e9)
+    whole = fitted(some, Pace(8, run=1.0, example=1.0), RungBudget(), 1e9)
     assert (whole.requests, whole.budget.final) == (8, (5, 50))
-    fewer = fitted(some, Pace(8, run=1.0, example=1.0), Budget(), 180.0)
+    fewer = fitted(some, Pace(8, run=1.0, example=1.0), RungBudget(), 180.0)
     assert fewer.seconds <= 180 and fewer.requests == 8 and fewer.budget.final[1] < 50
-    slow = fitted(some[:2], Pace(8, run=20.0), Budget(), 180.0)
+    slow = fitted(some[:2], Pace(8, run=20.0), RungBudget(), 180.0)
     assert slow.seconds <= 180 and slow.budget.final[0] == LEAST_ROUNDS and 1 <= slow.requests < 8
-    assert fitted(some[:2], Pace(8, run=1e4), Budget(), 180.0).seconds > 180, "said, where nothing is left to cut"
+    assert fitted(some[:2], Pace(8, run=1e4), RungBudget(), 180.0).seconds > 180, "said, where nothing is left to cut"

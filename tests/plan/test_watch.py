@@ -13,11 +13,11 @@ import openai
 import pytest
 
 from phasewise.bench.workloads import Fixed, Shared
-from phasewise.cli.replan import Watched, beside, watch
+from phasewise.cli.replan import WatchedPlan, beside, watch
 from phasewise.errors import UserError
 from phasewise.plan.arrivals import Load
-from phasewise.plan.search import Choice, Space
-from phasewise.plan.watch import Assumed, Scaled, Window, misfits, read, window
+from phasewise.plan.search import Choice, SearchSpace
+from phasewise.plan.watch import Assumed, Scaled, TrafficWindow, misfits, read, window
 from phasewise.request.params import SLO
 from tests.cli.conftest import Cli
 from tests.cli.conftest import cli as cli
@@ -42,7 +42,7 @@ AFTER = reading(30, 7000, 700, {"0.1": 15, "0.3": 27, "+Inf": 30})
 def test_a_window_is_what_came_between_two_readings() -> None:
     """20 requests: 10 below 0.1 s, 8 more below 0.3 s, of which half are taken to be below 0.2 s."""
     seen = window(BEFORE, AFTER, 10.0, ASSUMED)
-    assert seen == Window(10.0, 20, 2.0, 100.0, 20.0, {"ttft": pytest.approx(14 / 20)})
+    assert seen == TrafficWindow(10.0, 20, 2.0, 100.0, 20.0, {"ttft": pytest.approx(14 / 20)})
     assert window(BEFORE, BEFORE, 10.0, ASSUMED) is None
     anew = window(AFTER, BEFORE, 10.0, ASSUMED)  # started again in between
     assert anew is not None and (anew.left, anew.prompt) == (10, 500.0)
@@ -50,7 +50,7 @@ def test_a_window_is_what_came_between_two_readings() -> None:
     assert slow is not None and slow.share == {"ttft": pytest.approx(18 / 20)}
 
 
-FITS = Window(60.0, 100, 2.0, 100.0, 20.0, {"ttft": 0.9})
+FITS = TrafficWindow(60.0, 100, 2.0, 100.0, 20.0, {"ttft": 0.9})
 
 
 @pytest.mark.parametrize(
@@ -163,8 +163,8 @@ def test_another_choice_is_named_with_its_gain(
     asked = replace(question(SLO(0.3, 0.05)), load=Load(Fixed(24, 4), 100))
     served = Choice("disaggregated:prefill=1,decode=1", "sarathi:budget=256")
     Assumed(served, None, 1e9, 24.0, 4.0, 0.3, 0.05).save(beside(tmp_path / "p.toml"))
-    space = Space(2, ["colocated", served.place], [served.schedule])
-    watched = Watched(tmp_path / "p.toml", server.url, once=True, window=1.0)
+    space = SearchSpace(2, ["colocated", served.place], [served.schedule])
+    watched = WatchedPlan(tmp_path / "p.toml", server.url, once=True, window=1.0)
     assert not watch(watched, asked, space, lambda seconds: ask(server, 12, 48, 8))
     said = capsys.readouterr().out
     assert "served: disaggregated" in said and "better: colocated" in said and " times as much" in said

@@ -17,7 +17,7 @@ from phasewise.load import model_path
 from phasewise.methods.sample import _grammars
 from phasewise.methods.sample._grammars import Grammars
 from phasewise.methods.sample._words import Words
-from phasewise.methods.sample.grammar import Line
+from phasewise.methods.sample.grammar import GrammarState
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 from tests import oracle, seeds, tiny
@@ -151,13 +151,13 @@ def test_penalties_and_bias_never_bring_back_what_is_forbidden() -> None:
 def test_masks_are_filled_beside_the_forward(verbs: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every mask of a step is there before it is asked for, but for none of requests that ask for nothing."""
     who: list[str] = []
-    real = Line._mask
+    real = GrammarState._mask
 
-    def fill(line: Line, *args: Any, **more: Any) -> Any:
+    def fill(line: GrammarState, *args: Any, **more: Any) -> Any:
         who.append(threading.current_thread().name)
         return real(line, *args, **more)
 
-    monkeypatch.setattr(Line, "_mask", fill)
+    monkeypatch.setattr(GrammarState, "_mask", fill)
     tiny.run(engine(verbs), prompts(9), Params(max_tokens=5))
     assert not who
     placed = engine(verbs)

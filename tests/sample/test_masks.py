@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from phasewise.errors import UserError
 from phasewise.methods.sample._grammars import Grammars
 from phasewise.methods.sample._words import Bits, Words
-from phasewise.methods.sample.grammar import Line
+from phasewise.methods.sample.grammar import GrammarState
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 from tests.sample import automaton
@@ -36,8 +36,8 @@ def tokens(mask: Bits | None, vocab: int) -> set[int]:
     return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little", count=vocab)).tolist())
 
 
-def line_of(expression: Expr, words: Words) -> Line:
-    return Line(Grammars(words).get({"regex": expression.text()}), words, 0)
+def line_of(expression: Expr, words: Words) -> GrammarState:
+    return GrammarState(Grammars(words).get({"regex": expression.text()}), words, 0)
 
 
 @settings(deadline=None, max_examples=120)
@@ -103,7 +103,7 @@ def test_sentencepiece_tokens_are_bytes(strips: bool) -> None:
     ids = [base + 1, base, 3 + 0xC3, 3 + 0xA9, base + 4, base + 2]
     assert b"".join(words.bytes[i] for i in ids).decode() == tokenizer.decode(ids) == "a aé é "
     assert (words.strips is not None) == strips
-    line = Line(Grammars(words).get({"regex": " ?a"}), words, 0)
+    line = GrammarState(Grammars(words).get({"regex": " ?a"}), words, 0)
     first = {base + 1, 3 + ord("a")}
     assert tokens(line.mask((), ()), 300) == (first if strips else first | {base, base + 2, 3 + ord(" ")})
 

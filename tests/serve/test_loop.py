@@ -13,7 +13,7 @@ import pytest
 from phasewise.errors import UserError
 from phasewise.request.counters import Counters
 from phasewise.request.params import Params
-from phasewise.request.request import Left, Request
+from phasewise.request.request import Departure, Request
 from phasewise.serve.loop import EngineLoop, Full, OutputStream, Unavailable
 from phasewise.serve.notifier import Notifier
 
@@ -54,7 +54,7 @@ class Numbers:
         if request not in self.running:
             return False
         self.running.remove(request)
-        request.left = Left("cancelled", "cancelled")
+        request.left = Departure("cancelled", "cancelled")
         return True
 
     def step(self) -> list[Request]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phasewise.request.request import Left, Request
+from phasewise.request.request import Departure, Request
 from phasewise.request.trace import Trace
 from phasewise.serve.loop import OutputStream, Snapshot
 from phasewise.serve.notifier import Notifier
@@ -13,7 +13,7 @@ from phasewise.serve.watch.metrics import Metrics
 
 def feed(**stamps: float) -> OutputStream:
     left = OutputStream(Request([3]), Notifier(), arrived=1.0)
-    left.left, left.trace = Left("finished", "length"), Trace(1.0, admitted=1.0, left=9.0, **stamps)
+    left.left, left.trace = Departure("finished", "length"), Trace(1.0, admitted=1.0, left=9.0, **stamps)
     return left
 
 

@@ -20,7 +20,7 @@ from phasewise.methods.verify.match import Match
 from phasewise.methods.verify.rejection import Rejection
 from phasewise.request.params import Params
 from phasewise.request.request import Request
-from phasewise.speculation.grower import Asked, Shape, Tree
+from phasewise.speculation.grower import NodeRequest, Tree, TreeShape
 from phasewise.verbs.draft import Draft
 from phasewise.verbs.verify import Verifier
 from tests.speculation.markov import Table, fits, generate, relative, sequences, table
@@ -30,7 +30,7 @@ TOKENS, SEEDS = 2, 1500
 P = torch.tensor([[0, 0.5, 0.5], [0, 0.5, 0.5], [0, 0.2, 0.8]])
 Q = torch.tensor([[0, 0.6, 0.4], [0, 0.2, 0.8], [0, 0.5, 0.5]])
 
-SHAPES: dict[str, tuple[Callable[[], Shape], int, Verifier]] = {  # shape, room, verifier
+SHAPES: dict[str, tuple[Callable[[], TreeShape], int, Verifier]] = {  # shape, room, verifier
     "dyspec": (lambda: _Worth(4, 2, 0.2), 4, Rejection()),
     "dyspec, all worth it": (lambda: _Worth(5, 3, 1e-9), 5, Rejection()),
     "rsd": (lambda: _Widths((2, 2)), 4, Rejection()),
@@ -41,20 +41,22 @@ SHAPES: dict[str, tuple[Callable[[], Shape], int, Verifier]] = {  # shape, room,
 }
 
 
-WIDE: dict[str, tuple[Shape, Verifier]] = {  # where more than two tokens can follow, so that siblings differ in more
+WIDE: dict[
+    str, tuple[TreeShape, Verifier]
+] = {  # where more than two tokens can follow, so that siblings differ in more
     "rsd": (_Widths((3,)), Rejection()),
     "spectr": (_Chains(4, 1), KSeq()),
 }
 
 
-def drafts(shape: Shape, room: int, q: Table) -> Callable[[int, int, int], Draft]:
+def drafts(shape: TreeShape, room: int, q: Table) -> Callable[[int, int, int], Draft]:
     """As `Grower` grows trees, with a table in place of the second model."""
 
     def draft(last: int, seed: int, position: int) -> Draft:
         request = Request([0] * position, Params(max_tokens=99, seed=seed, temperature=1.0))
         tree, asked, level = Tree(request, shape.levels, room, False), [-1], 0
         while asked and level < shape.levels:
-            asked = shape.grow(tree, [Asked(node, q[tree.tokens[node] if node >= 0 else last]) for node in asked])
+            asked = shape.grow(tree, [NodeRequest(node, q[tree.tokens[node] if node >= 0 else last]) for node in asked])
             level += 1
         return shape.finish(tree)
 

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.methods.draft._record import Chances, Record
+from phasewise.methods.draft._record import Chances, GuessRecord
 from phasewise.request.request import Request
-from phasewise.speculation.planner import Costs, Line, kind, kinds, plan, reached
+from phasewise.speculation.planner import CostLine, StepCosts, kind, kinds, plan, reached
 from phasewise.verbs.draft import Draft
 
 
-def steps(costs: Costs, line: Line, rng: Random, requests: int = 1, n: int = 400, drift: float = 0.0) -> None:
+def steps(costs: StepCosts, line: CostLine, rng: Random, requests: int = 1, n: int = 400, drift: float = 0.0) -> None:
     """`drift`: how much slower the machine becomes and faster again, in waves of a hundred steps."""
     for i in range(n):
         rows = requests + rng.randrange(24)
@@ -26,7 +26,7 @@ def steps(costs: Costs, line: Line, rng: Random, requests: int = 1, n: int = 400
 
 @pytest.mark.parametrize("requests", [1, 4, 16, 32])
 def test_costs_are_a_line_near_the_step(requests: int) -> None:
-    costs, true = Costs(), Line(6e-3, 0.4e-3)
+    costs, true = StepCosts(), CostLine(6e-3, 0.4e-3)
     steps(costs, true, Random(0), requests)
     found = costs.near(requests)
     assert found is not None
@@ -37,8 +37,8 @@ def test_costs_are_a_line_near_the_step(requests: int) -> None:
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.2])
 def test_costs_of_rows_do_not_follow_the_speed_of_the_moment(share: float) -> None:
     """A machine that takes half as long and half as long again within seconds, while guesses come and go."""
-    costs, rng = Costs(), Random(1)
-    steps(costs, Line(6e-3, 6e-3 * share), rng, n=600, drift=0.5)
+    costs, rng = StepCosts(), Random(1)
+    steps(costs, CostLine(6e-3, 6e-3 * share), rng, n=600, drift=0.5)
     for i in range(600):
         slow = i // 30 % 2  # guesses nearly always while it is slow, hardly ever while it is not
         rows = rng.randrange(8, 16) if rng.random() < (0.9 if slow else 0.05) else 1
@@ -49,9 +49,9 @@ def test_costs_of_rows_do_not_follow_the_speed_of_the_moment(share: float) -> No
 
 
 def test_costs_follow_a_machine_that_changes() -> None:
-    costs = Costs()
-    steps(costs, Line(6e-3, 0.4e-3), Random(0))
-    steps(costs, Line(12e-3, 0.1e-3), Random(1), n=600)
+    costs = StepCosts()
+    steps(costs, CostLine(6e-3, 0.4e-3), Random(0))
+    steps(costs, CostLine(12e-3, 0.1e-3), Random(1), n=600)
     found = costs.near(1)
     assert found is not None
     assert found.base == pytest.approx(12e-3, rel=0.05)
@@ -60,7 +60,7 @@ def test_costs_follow_a_machine_that_changes() -> None:
 
 def test_costs_before_much_was_seen() -> None:
     """Nothing known; one kind of step known, where a further row is taken to cost a little; a disturbed step."""
-    costs = Costs()
+    costs = StepCosts()
     assert costs.near(3) is None
     for _ in range(3):
         costs.note(1, 1, 8e-3)
@@ -80,7 +80,7 @@ def test_costs_before_much_was_seen() -> None:
 
 
 def test_costs_do_not_overflow() -> None:
-    costs = Costs()
+    costs = StepCosts()
     for _ in range(40_000):
         costs.note(2, 2, 1e-3)
     found = costs.near(2)
@@ -88,7 +88,7 @@ def test_costs_do_not_overflow() -> None:
     assert found.base == pytest.approx(1e-3)
 
 
-def speed(sizes: tuple[int, ...], likely: list[list[float]], cost: Line) -> float:
+def speed(sizes: tuple[int, ...], likely: list[list[float]], cost: CostLine) -> float:
     tokens = sum(math.log(1 + sum(each[:size])) for each, size in zip(likely, sizes))
     return tokens - len(likely) * math.log((cost.base + cost.row * sum(sizes)) / cost.base)
 
@@ -99,7 +99,7 @@ def speed(sizes: tuple[int, ...], likely: list[list[float]], cost: Line) -> floa
 )
 def test_the_plan_is_the_best_of_all(raw: list[list[float]], row: float) -> None:
     """Against every choice of sizes."""
-    likely, cost = [sorted(each, reverse=True) for each in raw], Line(1.0, row)
+    likely, cost = [sorted(each, reverse=True) for each in raw], CostLine(1.0, row)
     found = plan(likely, cost)
     best = max(speed(sizes, likely, cost) for sizes in itertools.product(*(range(len(each) + 1) for each in likely)))
     assert speed(tuple(found.sizes), likely, cost) == pytest.approx(best, abs=1e-9)
@@ -107,16 +107,16 @@ def test_the_plan_is_the_best_of_all(raw: list[list[float]], row: float) -> None
 
 
 def test_alone_it_is_the_most_tokens_per_second() -> None:
-    likely, cost = [[0.9, 0.7, 0.4, 0.1]], Line(1.0, 0.2)
+    likely, cost = [[0.9, 0.7, 0.4, 0.1]], CostLine(1.0, 0.2)
     rates = [(1 + sum(likely[0][:n])) / (1 + 0.2 * n) for n in range(5)]
     assert plan(likely, cost).sizes == [rates.index(max(rates))]
-    assert plan(likely, Line(1.0, 1.0)).sizes == [0]
+    assert plan(likely, CostLine(1.0, 1.0)).sizes == [0]
     assert plan([], cost).sizes == []
 
 
 def test_one_request_does_not_slow_many_down() -> None:
     """What pays for a request alone need not pay beside others, who bear its rows."""
-    sure, cost = [0.5] * 8, Line(1.0, 0.05)
+    sure, cost = [0.5] * 8, CostLine(1.0, 0.05)
     assert plan([sure], cost).sizes[0] > 4
     assert plan([sure, *([] for _ in range(15))], cost).sizes[0] == 0
 
@@ -147,7 +147,7 @@ def test_the_text_says_which_guesses_were_right() -> None:
     """Guesses that never ran count, each once, where their parent was right, however the text arrives."""
     tree = Draft([5, 6, 7, 8, 9], [-1, -1, 0, 0, 2])
     for cuts in ([3], [1, 2, 3], [2, 3]):
-        chances, record, request = Chances(), Record(), Request([1, 2])
+        chances, record, request = Chances(), GuessRecord(), Request([1, 2])
         record.watch(tree, kinds(tree, 0), request.known)
         for end in cuts:
             request.tokens[2:] = [5, 7, 4][:end]
@@ -160,7 +160,7 @@ def test_the_text_says_which_guesses_were_right() -> None:
 
 
 def test_a_watched_guess_is_not_replaced() -> None:
-    record, chances = Record(), Chances()
+    record, chances = GuessRecord(), Chances()
     first = Draft.chain([5, 6, 7])
     record.watch(first, kinds(first, 0), 1)
     record.settle([1, 5], chances)
@@ -181,7 +181,7 @@ def test_chances_are_found() -> None:
     assert chances.of(kind(2, 0)) == pytest.approx(0.7, abs=0.06)
     assert chances.of(kind(2, 4)) == chances.of(kind(2, 0))
     assert chances.of(kind(1, 0)) == 0.5
-    record = Record()
+    record = GuessRecord()
     for _ in range(50):
         draft = Draft.chain([5])
         record.watch(draft, kinds(draft, 2), 0)

@@ -18,8 +18,8 @@ from phasewise.step import lower, reference
 from phasewise.step.plan import (
     EVERYTHING,
     AttentionPlan,
-    Blocks,
     KernelScores,
+    ReadBlocks,
     Rivals,
     Scores,
     TopK,
@@ -102,7 +102,7 @@ def test_a_window_shows_what_the_rule_says(case: int) -> None:
 
 
 def test_merging_keeps_both_and_refuses_two_of_a_kind() -> None:
-    window, chosen = AttentionPlan(window=Window(1, 2)), AttentionPlan(Blocks(4, lambda own: [own]))
+    window, chosen = AttentionPlan(window=Window(1, 2)), AttentionPlan(ReadBlocks(4, lambda own: [own]))
     both = merge(chosen, window)
     assert both.keys is chosen.keys and both.window is window.window and both is merge(chosen, window)
     assert merge(chosen, EVERYTHING) is chosen and merge(EVERYTHING, window) is window
@@ -214,7 +214,7 @@ def test_a_selector_is_a_scorer_and_nothing_else(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("evict", ["none", "streaming"])
 def test_chunks_equal_single_steps(evict: str) -> None:
     """A plan that only a test has: blocks by position, with and without a window that gives rows up."""
-    plan = AttentionPlan(Blocks(4, lambda own: sorted({0, own // 2, own})))
+    plan = AttentionPlan(ReadBlocks(4, lambda own: sorted({0, own // 2, own})))
     window = None if evict == "none" else AttentionPlan(window=Window(2, 30, rebased=True))
 
     class Fixed:

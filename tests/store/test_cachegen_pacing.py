@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phasewise.methods.store._cachegen.pacing import Average, Pacer, choose
+from phasewise.methods.store._cachegen.pacing import Average, LinkPacer, choose
 
 NEVER = [float("inf")] * 9
 
@@ -55,7 +55,7 @@ def test_a_suffix_is_left_out_where_that_is_shortest() -> None:
 
 def test_nothing_to_send() -> None:
     assert choose([], [], 1, 1) == []
-    assert Pacer([2, 1]).plan([], [], 1, True) == []
+    assert LinkPacer([2, 1]).plan([], [], 1, True) == []
 
 
 # ---- against all plans
@@ -100,7 +100,7 @@ def test_averages_forget() -> None:
 
 
 def test_the_middle_until_something_is_known() -> None:
-    pace = Pacer([4, 2, 1, 0.5, 0.25])
+    pace = LinkPacer([4, 2, 1, 0.5, 0.25])
     assert pace.plan([16, 16, 3], [100, 100, 20], 1.0, True) == [2, 2, 2]
     pace.delivered(0, 1.0)
     pace.delivered(1000, 0.0)
@@ -108,7 +108,7 @@ def test_the_middle_until_something_is_known() -> None:
 
 
 def test_a_pace_learns() -> None:
-    pace = Pacer([4, 1])
+    pace = LinkPacer([4, 1])
     pace.delivered(1000, 2.0)
     assert pace.bandwidth == 500
     pace.delivered(1500, 1.0)
@@ -124,6 +124,6 @@ def test_a_pace_learns() -> None:
 
 
 def test_a_bandwidth_that_is_given_is_believed() -> None:
-    pace = Pacer([4, 1], bandwidth=100.0)
+    pace = LinkPacer([4, 1], bandwidth=100.0)
     pace.delivered(10**9, 1.0)
     assert pace.bandwidth == 100.0

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from phasewise.cli.app import main
-from phasewise.methods.evict.rlkv import RLKV, Cut
+from phasewise.methods.evict.rlkv import RLKV, CutHeads
 from phasewise.model.model import Model
 from phasewise.step.plan import Window
 from phasewise.train import dense
@@ -57,7 +57,7 @@ def test_the_twin_is_the_engine() -> None:
     how = Pass(past=[past], blend=Blend((~cut).float(), [near]))
     found = twins.logits(twins.twin().hidden([both.replies], how)).view(*both.replies.ids.shape, -1)
     for row, prompt, reply in zip(found, twins.PROMPTS, twins.REPLIES):
-        walk = Walk(twins.engine(), prompt, evict=Cut(cut, NEAR))
+        walk = Walk(twins.engine(), prompt, evict=CutHeads(cut, NEAR))
         walk.feed(prompt)
         want = torch.cat([walk.feed(piece) for piece in (reply[:1], reply[1:4], reply[4:]) if piece])
         torch.testing.assert_close(row[: len(reply)], want, **twins.CLOSE)

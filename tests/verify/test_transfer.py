@@ -13,7 +13,7 @@ from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
 from phasewise.methods.decode.speculative import Speculative
 from phasewise.methods.verify.rejection import Rejection
-from phasewise.methods.verify.transfer import Transfer, moved
+from phasewise.methods.verify.transfer import TransferVerifier, moved
 from phasewise.options import parse
 from phasewise.request.params import Params
 from phasewise.verbs.draft import Draft
@@ -52,7 +52,7 @@ def one_step(p: Tensor, q: Tensor, eta: float, law: str) -> Tensor:
     return kept + (1 - kept.sum()) * rest / rest.sum()
 
 
-def walk(verify: Transfer, p: Tensor, q: Tensor, tokens: tuple[int, ...]) -> dict[tuple[int, ...], float]:
+def walk(verify: TransferVerifier, p: Tensor, q: Tensor, tokens: tuple[int, ...]) -> dict[tuple[int, ...], float]:
     """What follows token 0 after this chain was drawn, with its chance: every branch that the random numbers can take,
     its share found by looking for the places where the verifier's answer changes."""
     draft = Draft.chain(tokens, "iid", q[[0, *tokens[:-1]]])
@@ -100,7 +100,7 @@ def test_two_tokens_by_enumeration(seed: int, eta: float, law: str) -> None:
     p, q = tables(seed)
     first = one_step(p[0], q[0], eta, law)
     want, got = torch.zeros(VOCAB, VOCAB, dtype=torch.float64), torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
-    verify = Transfer(eta=eta, law=law)  # type: ignore[arg-type]
+    verify = TransferVerifier(eta=eta, law=law)  # type: ignore[arg-type]
     accepted = torch.minimum(q[0], by_hand(p[0], q[0], eta))
     for a in range(VOCAB):
         # a guess accepted is judged on with the chain's second; another ends the round, and the next is the model's.
@@ -146,7 +146,7 @@ def test_what_rules_exclude_is_never_said() -> None:
         for seed in range(200):
             draft = Draft([0 if seed % 2 else 1], [-1], "iid", q)
             dist = Dist([1, 1], 4, range(2), p[:2])
-            path, token = Transfer(eta=50, law=law)(  # type: ignore[arg-type]
+            path, token = TransferVerifier(eta=50, law=law)(  # type: ignore[arg-type]
                 draft, dist, lambda depth, purpose, index=0, seed=seed: uniform(seed, depth, purpose, index), SHOWN
             )
             assert token in (1, 2) and (not path or draft.tokens[0] == 1)
@@ -165,14 +165,14 @@ def test_a_small_eta_is_rejection(drawn: str) -> None:
                     return uniform(seed, depth, purpose, index)
 
                 dist = target(p, draft, 0)
-                got = Transfer(eta=eta, law=law)(draft, dist, rng, SHOWN)  # type: ignore[arg-type]
+                got = TransferVerifier(eta=eta, law=law)(draft, dist, rng, SHOWN)  # type: ignore[arg-type]
                 assert got == Rejection()(draft, dist, rng)
 
 
 def test_trees_keep_the_moved_law() -> None:
     """Of siblings drawn without replacement, too, law=moved says p' exactly: by frequency."""
     p, q = (each[0].float() for each in tables(3))
-    verify, counts, runs = Transfer(eta=5, law="moved"), torch.zeros(VOCAB), 3000
+    verify, counts, runs = TransferVerifier(eta=5, law="moved"), torch.zeros(VOCAB), 3000
     for seed in range(runs):
         draft = Tree(q.expand(VOCAB, -1), (3,), "without_replacement")(0, seed, 0)
 
@@ -189,7 +189,7 @@ def test_trees_keep_the_moved_law() -> None:
 def greedy(logits: Tensor, draft: Draft, eta: float, top: int | None = None) -> tuple[list[int], int]:
     tops = logits.argmax(-1).tolist()
     dist = Dist(tops if top is None else [top, *tops[1:]], VOCAB)
-    return Transfer(eta=eta)(draft, dist, lambda *_: 0.5, Shown(logits))
+    return TransferVerifier(eta=eta)(draft, dist, lambda *_: 0.5, Shown(logits))
 
 
 def test_a_sure_drafter_is_believed() -> None:
@@ -273,6 +273,6 @@ def test_wrong_knobs_are_named(knob: str) -> None:
     with pytest.raises(UserError, match=f"transfer: {knob}"):
         tiny.engine({"draft": "prompt_lookup", "verify": f"transfer:{knob}"})
     with pytest.raises(UserError, match="transfer: eta=inf"):
-        Transfer(eta=float("inf"))
+        TransferVerifier(eta=float("inf"))
     with pytest.raises(UserError, match="transfer: law=other must be paper or moved"):
-        Transfer(law="other")  # type: ignore[arg-type]
+        TransferVerifier(law="other")  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Asked:
+class BenchRequests:
     """The requests of a benchmark, and the file for its results."""
 
     requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 32
@@ -72,7 +72,7 @@ class Arriving:
         typer.Option(help="Coefficient of variation of the gaps between arrivals: 1 is Poisson, more is burstier."),
     ] = 1.0
 
-    def of(self, asked: Asked) -> float | None:
+    def of(self, asked: BenchRequests) -> float | None:
         """The rate in requests per second; None: at the trace's own times."""
         return 1.0 if self.rate is None and not asked.workload.startswith("trace") else self.rate
 
@@ -162,4 +162,4 @@ class Rates:
         return bisect(contender, (steps[0], steps[-1]), targets, measure, self.precision)
 
 
-ASKED, ARRIVING, TARGETS, TESTS, RATES = Asked(), Arriving(), Targets(), Tests(), Rates()
+ASKED, ARRIVING, TARGETS, TESTS, RATES = BenchRequests(), Arriving(), Targets(), Tests(), Rates()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from phasewise.cli import drafting, goodput, kv, loading, savers, schemas, show, versus
-from phasewise.cli.asked import ARRIVING, ASKED, TARGETS, Arriving, Asked, Targets
+from phasewise.cli.asked import ARRIVING, ASKED, TARGETS, Arriving, BenchRequests, Targets
 from phasewise.cli.options import DEFAULTS, EngineOptions, spread
 from phasewise.cli.progress import counting, working
 from phasewise.errors import UserError
@@ -28,7 +28,7 @@ def bench() -> None:
 
 @app.command("offline")
 @spread
-def offline(asked: Asked = ASKED, targets: Targets = TARGETS, engine: EngineOptions = DEFAULTS) -> None:
+def offline(asked: BenchRequests = ASKED, targets: Targets = TARGETS, engine: EngineOptions = DEFAULTS) -> None:
     """Measure throughput in this process, with all requests at once.
 
     [bold]Examples[/]
@@ -65,7 +65,7 @@ def load(
         typer.Option(metavar="FILE.jsonl", help="Write a full record of the run, for `phasewise report`."),
     ] = None,
     arriving: Arriving = ARRIVING,
-    asked: Asked = ASKED,
+    asked: BenchRequests = ASKED,
     targets: Targets = TARGETS,
     engine: EngineOptions = DEFAULTS,
 ) -> None:

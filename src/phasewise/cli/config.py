@@ -46,7 +46,7 @@ def load(context: typer.Context, path: Path | None) -> Path | None:
     return path
 
 
-class Source:
+class OptionsFile:
     """A server's file of options, to be read again; `given`: recipes of the command line, which win."""
 
     def __init__(self, path: Path, given: Mapping[str, Mapping[str, str]]) -> None:

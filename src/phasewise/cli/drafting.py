@@ -61,7 +61,7 @@ class Questions:
 
 
 @dataclass(frozen=True)
-class Written:
+class DraftingFiles:
     """Where results go besides the terminal."""
 
     csv: Annotated[Path | None, typer.Option(help="Write every result into this CSV file.")] = None
@@ -126,7 +126,7 @@ def numbers(text: str) -> list[int]:
     return found
 
 
-QUESTIONS, WRITTEN, BOUNDS = Questions(), Written(), Bounds()
+QUESTIONS, WRITTEN, BOUNDS = Questions(), DraftingFiles(), Bounds()
 
 
 @spread
@@ -136,7 +136,7 @@ def draft(
     ] = None,
     asked: Questions = QUESTIONS,
     bounds: Bounds = BOUNDS,
-    written: Written = WRITTEN,
+    written: DraftingFiles = WRITTEN,
     engine: EngineOptions = DEFAULTS,
 ) -> None:
     """Compare drafters by task: tokens a pass, work per token, and speed beside plain decoding.
@@ -202,7 +202,7 @@ def _contenders(drafters: list[str] | None) -> list[BenchSetting]:
     return found
 
 
-def _tell(run: Drafting, name: str, section: str, asked: Questions, written: Written) -> None:
+def _tell(run: Drafting, name: str, section: str, asked: Questions, written: DraftingFiles) -> None:
     from phasewise.bench import drafted, report
     from phasewise.bench.machine import describe
 
@@ -234,7 +234,7 @@ def _tell(run: Drafting, name: str, section: str, asked: Questions, written: Wri
         written.write.write_text(page, encoding="utf-8")
 
 
-def _bound(asked: Questions, bounds: Bounds, written: Written, engine: EngineOptions) -> None:
+def _bound(asked: Questions, bounds: Bounds, written: DraftingFiles, engine: EngineOptions) -> None:
     from phasewise.bench.bound import Pair, measured, texts
     from phasewise.bench.drive import Bench
     from phasewise.request.params import Params
@@ -259,7 +259,9 @@ def _bound(asked: Questions, bounds: Bounds, written: Written, engine: EngineOpt
     _tell_bound(found, section, bounds, written, engine)
 
 
-def _tell_bound(found: list[GuessOdds], section: str, bounds: Bounds, written: Written, engine: EngineOptions) -> None:
+def _tell_bound(
+    found: list[GuessOdds], section: str, bounds: Bounds, written: DraftingFiles, engine: EngineOptions
+) -> None:
     from phasewise.bench import bounded, report
     from phasewise.bench.machine import describe
 

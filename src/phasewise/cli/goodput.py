@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from phasewise.cli import show
-from phasewise.cli.asked import ASKED, RATES, Asked, Rates
+from phasewise.cli.asked import ASKED, RATES, BenchRequests, Rates
 from phasewise.cli.loading import client
 from phasewise.cli.options import DEFAULTS, EngineOptions, spread
 from phasewise.cli.progress import counting
@@ -20,6 +20,8 @@ from phasewise.errors import UserError
 if TYPE_CHECKING:
     from phasewise.bench.latency import ServedRequest
     from phasewise.bench.prompts import Prompts
+
+    Timings = Sequence[ServedRequest]
 
 WARM = 4  # requests before the first that count
 
@@ -34,7 +36,7 @@ def goodput(
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw all of --out: a figure per workload and target.")] = None,
     load: Rates = RATES,
-    asked: Asked = ASKED,
+    asked: BenchRequests = ASKED,
     engine: EngineOptions = DEFAULTS,
 ) -> None:
     """Find the goodput of each setting: the rate at which 90 % of the requests meet their TTFT and TPOT targets.
@@ -71,9 +73,7 @@ def goodput(
             with serving(replace(engine, **verbs).served()) as url:
                 fresh = asked.source(engine.model, config.vocab)  # one for all rates: no prompt comes twice
 
-                def ask(
-                    rate: float, most: int | None = None, at: str = url, of: Prompts = fresh
-                ) -> Sequence[ServedRequest]:
+                def ask(rate: float, most: int | None = None, at: str = url, of: Prompts = fresh) -> Timings:
                     shots = asked.shots(of, config.max_positions, rate)[:most]
                     return measure(at, shots, lambda done: tell(len(points) * asked.requests + done)).served
 

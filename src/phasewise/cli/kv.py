@@ -81,7 +81,7 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Written:
+class KVFiles:
     """Where results go besides the terminal."""
 
     out: Annotated[
@@ -131,11 +131,11 @@ class Written:
         return lines
 
 
-COMPARED, WRITTEN = Compared(), Written()
+COMPARED, WRITTEN = Compared(), KVFiles()
 
 
 @spread
-def kv(compared: Compared = COMPARED, written: Written = WRITTEN, engine: EngineOptions = DEFAULTS) -> None:
+def kv(compared: Compared = COMPARED, written: KVFiles = WRITTEN, engine: EngineOptions = DEFAULTS) -> None:
     """Compare KV methods: right answers and loss, beside the KV bytes that they hold and read.
 
     Every setting answers the same examples as dense attention, so differences are paired. Live bytes are the KV of a
@@ -184,7 +184,7 @@ def _run(
     return KVBench(llm, name, settings, tasks, compared.examples, compared.seed, engine.verbs, compared.prompts)
 
 
-def _tell(run: KVBench, lines: list[Line], written: Written, command: str) -> None:
+def _tell(run: KVBench, lines: list[Line], written: KVFiles, command: str) -> None:
     from phasewise.bench import front
     from phasewise.bench.machine import where
 
@@ -211,7 +211,7 @@ def _tell(run: KVBench, lines: list[Line], written: Written, command: str) -> No
         path.write_text(page, encoding="utf-8")
 
 
-def _command(run: KVBench, compared: Compared, written: Written, dtype: str | None) -> str:
+def _command(run: KVBench, compared: Compared, written: KVFiles, dtype: str | None) -> str:
     """The command that repeats the measurement and writes the same section, without local paths."""
     words = ["phasewise", "bench", "kv", "--model", run.model]
     words += [] if dtype is None else ["--dtype", dtype]

@@ -70,7 +70,7 @@ def _defaults(cls: type[Any]) -> Iterator[str]:
             yield f"{field.name}="
 
 
-def _valued(knob: str, value: Any, part: catalog.Part | None) -> Iterator[str]:
+def _valued(knob: str, value: Any, part: catalog.PartField | None) -> Iterator[str]:
     """`knob=value`, and for what a part holds `knob.its=value` as well."""
     if part is None:
         yield f"{knob}={value:g}" if isinstance(value, float) else f"{knob}={value}"

@@ -16,15 +16,15 @@ from phasewise.cli.asked import TARGETS, Targets
 from phasewise.cli.guesses import DRAFTER, drafter
 from phasewise.cli.options import spread
 from phasewise.cli.progress import counting
-from phasewise.cli.replan import MISFIT, WATCHED, Watched, beside, watch
-from phasewise.cli.simulate import COSTS, SERVED, SIMULATED, Costs, Served, Simulated
+from phasewise.cli.replan import MISFIT, WATCHED, WatchedPlan, beside, watch
+from phasewise.cli.simulate import COSTS, SERVED, SIMULATED, CostSource, Served, Simulated
 from phasewise.cli.units import doubts
 from phasewise.errors import UserError, near
 
 if TYPE_CHECKING:
     from phasewise.plan import search
     from phasewise.plan.search import Assumption, Choice, Question, Tried
-    from phasewise.plan.setting import Source
+    from phasewise.plan.setting import CostsByRole
     from phasewise.request.params import SLO
 
 GOALS = ("goodput", "cost", "power")
@@ -33,7 +33,7 @@ SCHEDULES = "sarathi:budget=256|sarathi:budget=512|sarathi:budget=1024|sarathi:b
 
 
 @dataclass(frozen=True)
-class Space:
+class PlanSpace:
     """The choices to try."""
 
     devices: Annotated[
@@ -92,14 +92,14 @@ def _numbers(name: str, text: str, what: str) -> list[int]:
     return found
 
 
-SPACE = Space()
+SPACE = PlanSpace()
 
 
 @spread
 def plan(
-    written: Watched = WATCHED,
-    space: Space = SPACE,
-    costs: Costs = COSTS,
+    written: WatchedPlan = WATCHED,
+    space: PlanSpace = SPACE,
+    costs: CostSource = COSTS,
     asked: Simulated = SIMULATED,
     served: Served = SERVED,
     targets: Targets = TARGETS,
@@ -154,7 +154,7 @@ def plan(
     print(f"\nserve it: phasewise serve --config {config}")
 
 
-def _places(costs: Costs, space: Space) -> list[str]:
+def _places(costs: CostSource, space: PlanSpace) -> list[str]:
     """With a profile, all that one machine can be divided into."""
     from phasewise.plan.profile import Profile
     from phasewise.plan.search import places
@@ -164,7 +164,9 @@ def _places(costs: Costs, space: Space) -> list[str]:
     return places(int(Profile.load(costs.profile).machine.get("cores", 1)), machine=True)
 
 
-def _asked(space: Space, costs: Costs, asked: Simulated, served: Served, slo: SLO) -> tuple[Question, search.Space]:
+def _asked(
+    space: PlanSpace, costs: CostSource, asked: Simulated, served: Served, slo: SLO
+) -> tuple[Question, search.SearchSpace]:
     """What is judged by what, and what is tried. Raises UserError."""
     from phasewise.plan import search
 
@@ -175,29 +177,29 @@ def _asked(space: Space, costs: Costs, asked: Simulated, served: Served, slo: SL
     question = search.Question(
         load, slo, _sources(costs, space), setting, cast(Literal["goodput", "cost", "power"], space.goal)
     )
-    where = search.Space(
+    where = search.SearchSpace(
         space.devices, space.places.split("|") if space.places else _places(costs, space),
         space.schedules.split("|"), _recipes(costs, space), space.ways(), depths, space.stages(),
     )  # fmt: skip
     return question, where
 
 
-def _sources(costs: Costs, space: Space) -> Callable[[Choice], Source]:
+def _sources(costs: CostSource, space: PlanSpace) -> Callable[[Choice], CostsByRole]:
     """Costs of each choice, made once."""
     if costs.profile is not None and (space.ways() != [1] or space.stages() != [1]):
         raise UserError("a profile is of whole machines: leave --degrees and --pipeline out")
 
     @cache
-    def of(recipe: str, ways: int, stages: int) -> Source:
+    def of(recipe: str, ways: int, stages: int) -> CostsByRole:
         return replace(costs, recipe=recipe or costs.recipe, ways=ways, stages=stages).source()
 
-    def source(choice: Choice) -> Source:
+    def source(choice: Choice) -> CostsByRole:
         return of(choice.recipe, choice.ways, choice.stages)
 
     return source
 
 
-def _recipes(costs: Costs, space: Space) -> list[str]:
+def _recipes(costs: CostSource, space: PlanSpace) -> list[str]:
     from phasewise.plan.profile import Profile
 
     if costs.profile is None:
@@ -259,7 +261,7 @@ def _say(found: Sequence[Tried], other: Tried | None, goal: str, count: int) -> 
         print(f"runner-up: {other.choice}: {other.worth / best.worth:.2f} of the {unit}")
 
 
-def _write(path: Path, best: Tried, count: int, targets: Targets, costs: Costs, draft: str | None) -> None:
+def _write(path: Path, best: Tried, count: int, targets: Targets, costs: CostSource, draft: str | None) -> None:
     """Options of one server as TOML. Raises UserError."""
     from phasewise.plan.profile import Profile
 

@@ -135,7 +135,7 @@ def _take(made: Bench, engine: EngineOptions, named: Mapping[str, Mapping[str, s
     from phasewise.plan.interference import BusyWorker, around
     from phasewise.plan.profile import Measured, Measuring, Profile, flops
     from phasewise.plan.profiler import StepProfiler
-    from phasewise.plan.shape import Shape
+    from phasewise.plan.shape import DecoderShape
 
     with working("measuring how fast memory is read, and arithmetic done"):
         limits = {"read_bytes_per_s": reading(3), "flops": flops(3)}
@@ -170,9 +170,9 @@ def _take(made: Bench, engine: EngineOptions, named: Mapping[str, Mapping[str, s
                 lines, held = run.lines()
                 found.append(Measured(name, threads, dict(verbs), lines, held, placed.store.row_bytes, beside, shared))
     about = {"name": _name(engine.model), "hash": fingerprint(model), "dtype": dtype}
-    width = model.weight_bytes / (Shape.of(model.config, 1.0).weight_bytes or 1.0)
-    kv = found[0].row_bytes / Shape.of(model.config, kv_width=1.0).row_bytes
-    return Profile(describe(), about, Shape.of(model.config, width, kv), limits, found)
+    width = model.weight_bytes / (DecoderShape.of(model.config, 1.0).weight_bytes or 1.0)
+    kv = found[0].row_bytes / DecoderShape.of(model.config, kv_width=1.0).row_bytes
+    return Profile(describe(), about, DecoderShape.of(model.config, width, kv), limits, found)
 
 
 def _served(taken: Profile, engine: EngineOptions, prompts: Prompts) -> dict[str, Serving]:

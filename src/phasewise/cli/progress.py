@@ -24,7 +24,7 @@ def say(line: str) -> None:
 
 
 @dataclass
-class Lines:
+class ProgressLines:
     """Plain progress lines, at most one every `PAUSE` seconds."""
 
     started: float = field(default_factory=time.monotonic)
@@ -49,7 +49,7 @@ def telling(what: str) -> Iterator[Callable[[str], None]]:
     """A spinner with a changing text; the yielded function takes the next text."""
     on = console()
     if not on.is_terminal:
-        yield Lines().tell
+        yield ProgressLines().tell
         return
     with on.status(what) as status:
         yield status.update
@@ -60,7 +60,7 @@ def counting(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """A bar, or plain lines; the yielded function takes how many of `total` are done."""
     on = console()
     if not on.is_terminal:
-        lines = Lines()
+        lines = ProgressLines()
         yield lambda done: lines.tell(f"{what}: {done} of {total}")
         return
     columns = (

@@ -13,15 +13,15 @@ import typer
 from phasewise.errors import UserError
 
 if TYPE_CHECKING:
-    from phasewise.plan.search import Question, Space
-    from phasewise.plan.watch import Assumed, Window
+    from phasewise.plan.search import Question, SearchSpace
+    from phasewise.plan.watch import Assumed, TrafficWindow
 
 FILE = Path("phasewise.toml")
 MISFIT = 3  # the exit code
 
 
 @dataclass(frozen=True)
-class Watched:
+class WatchedPlan:
     """The file of a plan, and the options of watching it."""
 
     config: Annotated[Path, typer.Option(help="File for the choice, for `serve --config`.")] = FILE
@@ -39,7 +39,7 @@ class Watched:
     drift: Annotated[float, typer.Option(min=0.0, help="Share by which the load may differ from the plan.")] = 0.25
 
 
-WATCHED = Watched()
+WATCHED = WatchedPlan()
 
 
 def beside(config: Path) -> Path:
@@ -47,7 +47,9 @@ def beside(config: Path) -> Path:
     return config.with_suffix(".plan.json")
 
 
-def watch(watched: Watched, question: Question, space: Space, wait: Callable[[float], object] = time.sleep) -> bool:
+def watch(
+    watched: WatchedPlan, question: Question, space: SearchSpace, wait: Callable[[float], object] = time.sleep
+) -> bool:
     """Look until the plan does not fit, and say what would. -> whether it fits, where one window is asked for"""
     from phasewise.plan.watch import FEWEST, Assumed, misfits, read, window
 
@@ -77,7 +79,7 @@ def watch(watched: Watched, question: Question, space: Space, wait: Callable[[fl
             return True
 
 
-def _again(assumed: Assumed, seen: Window, question: Question, space: Space) -> None:
+def _again(assumed: Assumed, seen: TrafficWindow, question: Question, space: SearchSpace) -> None:
     """The search, with what was seen."""
     from phasewise.plan.search import search
     from phasewise.plan.watch import Scaled

@@ -23,7 +23,7 @@ DOCUMENT = Path("docs/results/reproduced.md")
 
 
 @dataclass(frozen=True)
-class Output:
+class ReproduceOutput:
     """Where the results go."""
 
     out: Annotated[Path, typer.Option(help="File that --all writes.")] = DOCUMENT
@@ -50,7 +50,7 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Effort:
+class ReproduceEffort:
     """How much is tried."""
 
     examples: Annotated[
@@ -70,7 +70,7 @@ class Effort:
         return Scale(self.examples, rounds, self.seed, not self.no_time, self.quick)
 
 
-OUTPUT, EFFORT = Output(), Effort()
+OUTPUT, EFFORT = ReproduceOutput(), ReproduceEffort()
 
 
 @spread
@@ -80,8 +80,8 @@ def reproduce(
         typer.Argument(metavar="[SYSTEM]...", help="Systems to try. Without one, the list is printed."),
     ] = None,
     all_: Annotated[bool, typer.Option("--all", help=f"Every system, in turn; writes {DOCUMENT}.")] = False,
-    output: Output = OUTPUT,
-    effort: Effort = EFFORT,
+    output: ReproduceOutput = OUTPUT,
+    effort: ReproduceEffort = EFFORT,
 ) -> None:
     """Try a published system's claim here, against a baseline and a control that must lose.
 
@@ -120,7 +120,7 @@ def reproduce(
     print("\n\n".join(sections))
 
 
-def _check(names: list[str], all_: bool, output: Output) -> None:
+def _check(names: list[str], all_: bool, output: ReproduceOutput) -> None:
     """Raise UserError for what can be seen before anything is done."""
     from phasewise.reproduce import index, page
 

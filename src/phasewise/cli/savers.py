@@ -44,7 +44,7 @@ class Loaded:
 
 
 @dataclass(frozen=True)
-class Written:
+class SaversFiles:
     """Where results go besides the terminal."""
 
     csv: Annotated[Path | None, typer.Option(help="Write every turn into this CSV file as soon as it is measured.")] = (
@@ -63,7 +63,7 @@ class Written:
             _page(self.write, section, "")
 
 
-LOADED, WRITTEN = Loaded(), Written()
+LOADED, WRITTEN = Loaded(), SaversFiles()
 
 
 @spread
@@ -77,7 +77,7 @@ def savers(
         ),
     ] = None,
     asked: Loaded = LOADED,
-    written: Written = WRITTEN,
+    written: SaversFiles = WRITTEN,
     engine: EngineOptions = DEFAULTS,
 ) -> None:
     """Time methods that save KV, reads or layers beside dense decoding, and compare with the bytes they save.
@@ -118,7 +118,7 @@ def savers(
     _tell(run, name, written)
 
 
-def _save(run: Savers, name: str, written: Written) -> list[Worth]:
+def _save(run: Savers, name: str, written: SaversFiles) -> list[Worth]:
     """What there is by now, into the file of turns too. -> what it is worth"""
     from phasewise.bench import worth
     from phasewise.bench.machine import describe
@@ -130,7 +130,7 @@ def _save(run: Savers, name: str, written: Written) -> list[Worth]:
     return found
 
 
-def _tell(run: Savers, name: str, written: Written) -> None:
+def _tell(run: Savers, name: str, written: SaversFiles) -> None:
     from phasewise.bench import worth
     from phasewise.bench.machine import describe
 

@@ -195,7 +195,7 @@ class Recipes:
         """The policy with where recipes are read again."""
         if self.config is None:
             return policy
-        return replace(policy, recipes=files.Source(self.config, recipes.read(self.recipe or ())))
+        return replace(policy, recipes=files.OptionsFile(self.config, recipes.read(self.recipe or ())))
 
 
 ADDRESS, OFFER, ACCESS, RECIPES = Address(), Offer(), Access(), Recipes()

@@ -20,11 +20,11 @@ from phasewise.errors import UserError
 
 if TYPE_CHECKING:
     from phasewise.plan.arrivals import Load
-    from phasewise.plan.setting import Setting, Source
+    from phasewise.plan.setting import CostsByRole, ServerSetting
 
 
 @dataclass(frozen=True)
-class Costs:
+class CostSource:
     """The source of step costs: a profile of this machine, or devices and a model's sizes."""
 
     profile: Annotated[Path | None, typer.Option(help="A profile that `phasewise profile` has written.")] = None
@@ -46,12 +46,12 @@ class Costs:
         int, typer.Option(min=1, help="Stages of a worker, each with a part of the layers (pipeline parallelism).")
     ] = 1
 
-    def source(self) -> Source:
+    def source(self) -> CostsByRole:
         """The source of costs. Raises UserError for options that do not go together."""
         from phasewise.load import config_of
         from phasewise.plan import setting
         from phasewise.plan.profile import Profile
-        from phasewise.plan.shape import Shape
+        from phasewise.plan.shape import DecoderShape
 
         if (self.profile is None) == (self.device is None):
             raise UserError("costs come from --profile FILE, or from --device NAME with --model: give one of the two")
@@ -64,7 +64,9 @@ class Costs:
         if self.recipe:
             raise UserError("recipes are measured: --recipe goes with --profile")
         assert self.device is not None
-        return setting.known(setting.devices(self.device), self.ways, Shape.of(config_of(self.model)), self.stages)
+        return setting.known(
+            setting.devices(self.device), self.ways, DecoderShape.of(config_of(self.model)), self.stages
+        )
 
     def about(self) -> list[str]:
         """Notes on a profile that does not fit this machine."""
@@ -144,21 +146,21 @@ class Served:
     def guesses(self) -> Guesses:
         return Guesses(self.accept, self.draft_ms, self.depths)
 
-    def setting(self, shared: bool) -> Setting:
+    def setting(self, shared: bool) -> ServerSetting:
         """`shared`: whether prompts have anything in common; if not, a prefix cache would be searched in vain."""
         from phasewise.options import DEFAULTS
         from phasewise.plan.link import LOCAL, Link
-        from phasewise.plan.setting import Setting
+        from phasewise.plan.setting import ServerSetting
 
         link = LOCAL if self.link is None else Link(parse_bytes(self.link))
-        return Setting(
+        return ServerSetting(
             self.schedule or DEFAULTS["schedule"], self.place or DEFAULTS["place"],
             None if self.kv_bytes is None else parse_bytes(self.kv_bytes), self.max_running,
             shared, link=Link(link.bandwidth, self.link_ms / 1e3), revive=self.revive_ms / 1e3,
         )  # fmt: skip
 
 
-COSTS, SIMULATED, SERVED = Costs(), Simulated(), Served()
+COSTS, SIMULATED, SERVED = CostSource(), Simulated(), Served()
 
 
 @spread
@@ -167,7 +169,7 @@ def simulate(
         bool, typer.Option("--goodput", help="Find the highest rate at which 90 % of the requests meet the targets.")
     ] = False,
     out: Annotated[Path | None, typer.Option(help="Write the numbers into this file, as JSON.")] = None,
-    costs: Costs = COSTS,
+    costs: CostSource = COSTS,
     asked: Simulated = SIMULATED,
     served: Served = SERVED,
     targets: Targets = TARGETS,

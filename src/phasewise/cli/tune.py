@@ -14,7 +14,7 @@ import typer
 
 from phasewise import catalog
 from phasewise.cli import show
-from phasewise.cli.asked import ASKED, Asked
+from phasewise.cli.asked import ASKED, BenchRequests
 from phasewise.cli.options import DEFAULTS, DRAFTER, EngineOptions, spread
 from phasewise.cli.progress import say, telling
 from phasewise.errors import UserError
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from phasewise.bench.settings import BenchSetting, Comparison
     from phasewise.bench.workloads import Shot
     from phasewise.llm import LLM
-    from phasewise.plan.effort import Effort, Pace
+    from phasewise.plan.effort import Pace, TuneEffort
     from phasewise.plan.loss import Scales
     from phasewise.plan.tune import Candidate, Tuner
 
@@ -80,13 +80,13 @@ class Aim:
                 )
         return rows
 
-    def effort(self, settings: Sequence[BenchSetting], pace: Pace, limit: float) -> Effort:
+    def effort(self, settings: Sequence[BenchSetting], pace: Pace, limit: float) -> TuneEffort:
         """The work to do, printed with its estimated time."""
         from phasewise.plan.effort import fitted
-        from phasewise.plan.tune import Budget
+        from phasewise.plan.tune import RungBudget
 
         minutes = self.minutes or (inf if limit else MINUTES)
-        found = fitted(settings, pace, Budget(final=(self.rounds, self.examples)), 60 * minutes)
+        found = fitted(settings, pace, RungBudget(final=(self.rounds, self.examples)), 60 * minutes)
         what = f"{found.requests} requests a run, {found.budget.final[0]} rounds in the final"
         if limit:
             what += f", {found.budget.final[1]} examples"
@@ -109,7 +109,7 @@ def tune(
     ] = False,
     config: Annotated[Path, typer.Option(help="The file that the choice is written to, for `serve --config`.")] = FILE,
     aim: Aim = AIM,
-    asked: Asked = ASKED_HERE,
+    asked: BenchRequests = ASKED_HERE,
     engine: EngineOptions = DEFAULTS,
 ) -> None:
     """Find the fastest recipe for your workload that loses no more than you allow, by trying it on the model itself.
@@ -150,7 +150,12 @@ def tune(
 
 
 def _tuned(
-    candidates: list[BenchSetting], limit: float, aim: Aim, asked: Asked, engine: EngineOptions, default: EngineOptions
+    candidates: list[BenchSetting],
+    limit: float,
+    aim: Aim,
+    asked: BenchRequests,
+    engine: EngineOptions,
+    default: EngineOptions,
 ) -> tuple[Tuner, list[Candidate], int]:
     """The candidates against the default: the tuner, its finalists, and the requests of a run."""
     from phasewise.bench.drive import Bench
@@ -167,7 +172,7 @@ def _tuned(
     def race(some: Sequence[BenchSetting]) -> Comparison:
         return Comparison(made, some, engine.limits(), default.verbs)
 
-    def shots(number: int, of: Asked = asked) -> list[Shot]:
+    def shots(number: int, of: BenchRequests = asked) -> list[Shot]:
         return of.shots(source, context.max_positions, number=number)
 
     effort = aim.effort(candidates, _pace(race, shots, scales if limit else None, asked.requests), limit)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from phasewise.cli import show
-from phasewise.cli.asked import ASKED, TESTS, Asked, Tests
+from phasewise.cli.asked import ASKED, TESTS, BenchRequests, Tests
 from phasewise.cli.loading import client, vocabulary
 from phasewise.cli.options import DEFAULTS, EngineOptions, parse_bytes, spread
 from phasewise.cli.progress import counting, working
@@ -32,7 +32,7 @@ def methods(
     fit_bytes: Annotated[
         str, typer.Option(metavar="SIZE", help="KV budget for the column that says how many such requests it holds.")
     ] = "256M",
-    asked: Asked = ASKED,
+    asked: BenchRequests = ASKED,
     engine: EngineOptions = DEFAULTS,
 ) -> None:
     """Compare settings with the default on this model and machine, paired on the same prompts.
@@ -88,7 +88,7 @@ def compare(
         float | None,
         typer.Option(metavar="PER_S", help="Mean rate of arrivals at the contenders. Default: all at once."),
     ] = None,
-    asked: Asked = ASKED,
+    asked: BenchRequests = ASKED,
     tests: Tests = TESTS,
     engine: EngineOptions = DEFAULTS,
 ) -> None:
@@ -121,7 +121,7 @@ def compare(
         _beside(rounds, asked.out, tests, engine)
 
 
-def _contest(texts: list[str], rounds: int, rate: float | None, asked: Asked, engine: EngineOptions) -> None:
+def _contest(texts: list[str], rounds: int, rate: float | None, asked: BenchRequests, engine: EngineOptions) -> None:
     measure = client()
     from phasewise.bench.load import served_model
     from phasewise.bench.rivals import Contest, rivals

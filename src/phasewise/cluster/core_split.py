@@ -104,7 +104,7 @@ class Goals:
 
 
 @dataclass(frozen=True)
-class Seen:
+class SplitWindow:
     """One window's measurements: its split, the prompts' load in cores, both quantiles (None = not judged)."""
 
     at: int
@@ -134,7 +134,7 @@ class CoreSplit:
         self.splits, self.goals = list(splits), goals
         self.at = len(splits) // 2 if at is None else at
         self.moves = 0
-        self.seen: deque[Seen] = deque(maxlen=goals.memory)
+        self.seen: deque[SplitWindow] = deque(maxlen=goals.memory)
         self._window = _Window(now)
         self._due = now + goals.window
         self._served = now  # when the last prompt was done
@@ -174,7 +174,7 @@ class CoreSplit:
         self._due = now + max(goals.window, goals.dwell)
         return True
 
-    def _judge(self, now: float, waiting: Sequence[float]) -> Seen:
+    def _judge(self, now: float, waiting: Sequence[float]) -> SplitWindow:
         window, goals = self._window, self.goals
         late = [now - arrived for arrived in waiting if now - arrived > goals.ttft]  # they miss it, by how much ever
         firsts = [ttft for _, ttft in window.firsts] + late
@@ -183,9 +183,9 @@ class CoreSplit:
         load = came / max(now - window.since, 1e-9) * service * self.split.x
         ttft = quantile(firsts, goals.attain) if len(firsts) >= goals.least else None
         tpot = quantile(window.gaps, goals.attain) if len(window.gaps) >= goals.least else None
-        return Seen(self.at, load, ttft, tpot)
+        return SplitWindow(self.at, load, ttft, tpot)
 
-    def _target(self, missed: Metric, seen: Seen) -> int | None:
+    def _target(self, missed: Metric, seen: SplitWindow) -> int | None:
         """The nearest split at which the target missed is expected to be met, at most `steps` away; None = stay."""
         other: Metric = "tpot" if missed == "ttft" else "ttft"
         step = 1 if missed == "ttft" else -1
@@ -198,7 +198,7 @@ class CoreSplit:
                 break
         return found
 
-    def _spoils(self, metric: Metric, at: int, seen: Seen) -> bool:
+    def _spoils(self, metric: Metric, at: int, seen: SplitWindow) -> bool:
         """Returns whether a target that is met now would be missed at a split that is known."""
         if seen.of(metric) is None or not any(old.at == at and old.of(metric) is not None for old in self.seen):
             return False

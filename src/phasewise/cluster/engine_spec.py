@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from phasewise.engine.limits import Limits
 
 if TYPE_CHECKING:
-    from phasewise.verbs.place import Plan
+    from phasewise.verbs.place import PlacementPlan
 
 
 @dataclass(frozen=True)
@@ -32,5 +32,5 @@ class EngineSpec:
         return cls(**{**plain, "limits": Limits(**plain["limits"])})
 
 
-Build = Callable[[EngineSpec], "Plan"]
+Build = Callable[[EngineSpec], "PlacementPlan"]
 """Loads the model of a spec and binds its methods. A function of a module, so that other processes find it by name."""

@@ -1,8 +1,8 @@
 """Requests that change workers: who goes on with a prompt that is done, and what becomes of its KV on the way.
 
-A move is a `Transfer`: KV waits in the transfer buffer until a worker with room takes it (pull), or goes piece by piece
-to a worker that keeps room for it while the prompt is computed (push). Whatever is refused, lost or overdue has one
-answer, and the router gives it: the request starts again from its tokens.
+A move is a `HandoffTransfer`: KV waits in the transfer buffer until a worker with room takes it (pull), or goes piece
+by piece to a worker that keeps room for it while the prompt is computed (push). Whatever is refused, lost or overdue
+has one answer, and the router gives it: the request starts again from its tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from bisect import insort
 from typing import TYPE_CHECKING
 
 from phasewise.cluster.handle import WorkerHandle
-from phasewise.cluster.in_flight import InFlight, Transfer
+from phasewise.cluster.in_flight import HandoffTransfer, InFlight
 from phasewise.cluster.launcher import Message
 from phasewise.cluster.load import has_room, may_keep
 from phasewise.cluster.policy import Pairing
@@ -63,7 +63,7 @@ class Handover:
     # ---- what workers say
     def set_out(self, flight: InFlight) -> None:
         """The prompt is done, or its first tokens are there."""
-        flight.transfer = flight.transfer or Transfer()
+        flight.transfer = flight.transfer or HandoffTransfer()
         if flight.transfer.deadline == math.inf:
             flight.transfer.deadline = self.router.clock() + self.router.timeouts.handoff
             trace = flight.caller.trace
@@ -124,7 +124,7 @@ class Handover:
         if target is None:
             self.unmet += 1
         elif target is not flight.handle:
-            flight.transfer = Transfer()
+            flight.transfer = HandoffTransfer()
             order = {"id": flight.caller.id, "attempt": flight.attempt}
             flight.transfer.expect(target, order | {"recipe": flight.caller.recipe, "tokens": tokens}, room)
 

@@ -13,7 +13,7 @@ from phasewise.request.request import Request
 
 
 @dataclass(slots=True, eq=False)
-class Transfer:
+class HandoffTransfer:
     """The state machine of one hand-off (kv/handoff.py), as the router sees it.
 
                      pull                               push
@@ -113,7 +113,7 @@ class InFlight:
     number: int
     tries: int = 1
     held: bool = False
-    transfer: Transfer | None = None
+    transfer: HandoffTransfer | None = None
     settled: bool = False  # nothing has to be done for it where it is
     prefills: tuple[WorkerHandle, int] | None = None  # the load it counts as: where its prompt is computed, tokens ...
     decodes: tuple[WorkerHandle, int] | None = None  # ... and where it generates, or will

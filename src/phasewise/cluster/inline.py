@@ -15,7 +15,7 @@ from phasewise.cluster.worker import Worker
 
 if TYPE_CHECKING:
     from phasewise.cluster.launcher import Connection, Message, WorkerSpec
-    from phasewise.verbs.place import Plan
+    from phasewise.verbs.place import PlacementPlan
 
 
 class InlineConnection:
@@ -42,7 +42,7 @@ class InlineConnection:
 class InlineLauncher:
     """A launcher within one thread: every worker takes a turn per step of the router. The twin of all others."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: PlacementPlan) -> None:
         self._plan = plan
         self._shelf = InlineBuffer()
         self._pool: SharedPool | None = None

@@ -26,7 +26,7 @@ OWNER, TICKET, BYTES, WISH = range(4)
 LIMIT, PEAK, LAST = range(3)
 
 
-class Table:
+class AccountTable:
     """Rows of (owner, ticket, bytes, wish): accounts have ticket 0, loans a number of their own; owner 0 = unused.
 
     `bytes` are set aside for the owner, whether it uses them now or not. `wish`: more that it would like to have.
@@ -37,11 +37,11 @@ class Table:
         self.lock = lock or nullcontext()
 
     @classmethod
-    def here(cls, limit: int) -> Table:
+    def here(cls, limit: int) -> AccountTable:
         """A table that only this process sees."""
         return cls(np.zeros(CELLS, dtype=np.int64)).opened(limit)
 
-    def opened(self, limit: int) -> Table:
+    def opened(self, limit: int) -> AccountTable:
         """The same, with nothing in it."""
         self._cells[:] = 0
         self._cells[LIMIT] = limit
@@ -159,7 +159,7 @@ class Account(Ledger):
 
     __slots__ = ("_yields", "claimed", "owner", "row", "table", "wish")
 
-    def __init__(self, table: Table, owner: str, memory: Memory, yields: bool) -> None:
+    def __init__(self, table: AccountTable, owner: str, memory: Memory, yields: bool) -> None:
         super().__init__(table.limit, memory)
         self.table, self.owner, self._yields = table, owner, yields
         self.row = table.enter(owner)

@@ -39,7 +39,7 @@ from phasewise.cluster.worker import Worker
 from phasewise.errors import UserError
 
 if TYPE_CHECKING:
-    from phasewise.verbs.place import Plan
+    from phasewise.verbs.place import PlacementPlan
 
 log = logging.getLogger(__name__)
 PREFIX = "phasewise"
@@ -188,7 +188,7 @@ def fork_server(plain: str, build: str, run: str, fileno: int) -> None:
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):  # the router says when to end; nobody waits for us
         signal.signal(ignored, signal.SIG_IGN)
     connection = socket.socket(fileno=fileno)
-    plan: Plan = pkgutil.resolve_name(build)(EngineSpec.of(json.loads(plain)))
+    plan: PlacementPlan = pkgutil.resolve_name(build)(EngineSpec.of(json.loads(plain)))
     plan.engine(("prefill", "decode"), 1.0)  # loads what the methods load, for all to share
     with contextlib.suppress(ConnectionError):
         connection.send(b"loaded")
@@ -204,7 +204,7 @@ def fork_server(plain: str, build: str, run: str, fileno: int) -> None:
 
 
 # ---- in a worker
-def born(plan: Plan, order: Message, sock: socket.socket, run: str) -> None:
+def born(plan: PlacementPlan, order: Message, sock: socket.socket, run: str) -> None:
     """Be a worker to the end. Does not return."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as title:
@@ -219,7 +219,7 @@ def born(plan: Plan, order: Message, sock: socket.socket, run: str) -> None:
         os._exit(code)
 
 
-def work(plan: Plan, name: str, spec: WorkerSpec, sock: socket.socket, run: str) -> None:
+def work(plan: PlacementPlan, name: str, spec: WorkerSpec, sock: socket.socket, run: str) -> None:
     """Obey and take turns until the router hangs up. Another thread says now and then that the process is alive."""
     commands: SimpleQueue[Message | None] = SimpleQueue()
     connection, segments = WorkerSocket(sock), SharedMemoryBuffer(run, name)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from phasewise.cluster.segments import Block, Landing, Sent, cut, size
+from phasewise.cluster.segments import Landing, SegmentBlock, Sent, cut, size
 from phasewise.cluster.transfer_buffer import Parcel, TransferBuffer
 from phasewise.kv.handoff import Header, Layouts, drawers, fits, unpack
 from phasewise.request.header import request_of
@@ -90,7 +90,7 @@ class Outbox:
                 "blocks": [block.plain() for block in blocks], "parcel": parcel,
             })  # fmt: skip
 
-    def last(self, name: str) -> tuple[int, list[Block] | None]:
+    def last(self, name: str) -> tuple[int, list[SegmentBlock] | None]:
         """The number of the last piece, and the rows it has to bring; None = all of the KV, whatever was sent."""
         sending = self._sending[name]
         blocks = sending.sent.rest(sending.request)
@@ -225,7 +225,7 @@ class Inbox:
             first = len(tensors) if blocks is None else command["rows_at"]
             coming.last, rows = (command["packed"], tensors[:first]), tensors[first:]
         if blocks is not None:
-            coming.landing.lay(command["piece"], [Block.of(block) for block in blocks], rows)
+            coming.landing.lay(command["piece"], [SegmentBlock.of(block) for block in blocks], rows)
         else:
             self._close(coming)  # nothing that came before counts
         return seconds

@@ -35,7 +35,7 @@ from phasewise.kv.handoff import State
 from phasewise.request.counters import Counters
 from phasewise.request.params import Params
 from phasewise.request.pool import Pool
-from phasewise.request.request import Left, Request
+from phasewise.request.request import Departure, Request
 from phasewise.request.score import Score
 
 log = logging.getLogger(__name__)
@@ -188,7 +188,7 @@ class Router:
         if flight is None or flight.caller is not request:
             return False
         self._stop(flight)
-        self._leave(flight, Left("cancelled", "cancelled"))
+        self._leave(flight, Departure("cancelled", "cancelled"))
         for handle in self.handles:
             self._hear(handle)  # workers in this thread have obeyed already
         return True
@@ -291,7 +291,7 @@ class Router:
         if not flight.caller.n_out:
             flight.caller.computed = 0
         if flight.tries >= TRIES:
-            self._leave(flight, Left("failed", f"it was started {TRIES} times in vain, at last: {why}"))
+            self._leave(flight, Departure("failed", f"it was started {TRIES} times in vain, at last: {why}"))
             return
         flight.tries += 1
         self._restarts += 1
@@ -342,7 +342,7 @@ class Router:
             self.handover.own(flight, handle)
         elif handle is not flight.handle:
             return
-        left = None if event["left"] is None else Left(*event["left"])
+        left = None if event["left"] is None else Departure(*event["left"])
         new, seen = event["tokens"], caller.known - event["start"]
         if seen > 0:
             new = new[seen:]
@@ -367,7 +367,7 @@ class Router:
                 left = caller.left or left
         except Exception as error:  # raised by the caller's own watch
             self._call_off(handle, event)
-            left = Left("failed", f"{type(error).__name__}: {error}")
+            left = Departure("failed", f"{type(error).__name__}: {error}")
         self._progressed[caller] = None
         if left is not None:
             if flight.transfer is not None:
@@ -397,7 +397,7 @@ class Router:
         moves = [flight.transfer for flight in self.flights.values() if flight.transfer is not None]
         self.launcher.transfer_buffer.clear(handle.name, [parcel for move in moves for parcel in move.parcels])
 
-    def _leave(self, flight: InFlight, left: Left) -> None:
+    def _leave(self, flight: InFlight, left: Departure) -> None:
         caller = flight.caller
         del self.flights[caller.id]
         self._suspects.pop(flight, None)

@@ -28,7 +28,7 @@ Plain = list[list[int]]  # a block as JSON
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class SegmentBlock:
     """Some rows of some layers, both half-open ranges."""
 
     layers: tuple[int, int]
@@ -38,22 +38,22 @@ class Block:
         return [list(self.layers), list(self.rows)]
 
     @classmethod
-    def of(cls, plain: Plain) -> Block:
+    def of(cls, plain: Plain) -> SegmentBlock:
         (first, last), (start, stop) = plain
         return cls((first, last), (start, stop))
 
 
-def between(sent: Sequence[int], ready: Sequence[int]) -> list[Block]:
+def between(sent: Sequence[int], ready: Sequence[int]) -> list[SegmentBlock]:
     """Returns the blocks that are ready and not sent (rows per layer), one per run of layers with the same rows."""
     blocks = []
     for (start, stop), run in groupby(range(len(ready)), key=lambda i: (sent[i], ready[i])):
         layers = list(run)
         if start < stop:
-            blocks.append(Block((layers[0], layers[-1] + 1), (start, stop)))
+            blocks.append(SegmentBlock((layers[0], layers[-1] + 1), (start, stop)))
     return blocks
 
 
-def cut(kv: KV, blocks: Sequence[Block]) -> list[Tensor]:
+def cut(kv: KV, blocks: Sequence[SegmentBlock]) -> list[Tensor]:
     """Copies of the rows of these blocks: block by block, layer by layer, plane by plane [H, rows, ...]."""
     return [
         plane[:, slice(*block.rows)].clone()
@@ -63,7 +63,7 @@ def cut(kv: KV, blocks: Sequence[Block]) -> list[Tensor]:
     ]
 
 
-def size(kv: KV, blocks: Sequence[Block]) -> int:
+def size(kv: KV, blocks: Sequence[SegmentBlock]) -> int:
     """Bytes of `cut`."""
     per_layer = [plane[:, :1].nbytes for layer in kv.layers[:1] for plane in layer.read()[0].planes]
     return sum(per_layer) * sum((b.layers[1] - b.layers[0]) * (b.rows[1] - b.rows[0]) for b in blocks)
@@ -79,7 +79,7 @@ class Sent:
         self.count = 0  # pieces
         self.spoiled = False
 
-    def more(self, request: Request, whole: int) -> list[Block]:
+    def more(self, request: Request, whole: int) -> list[SegmentBlock]:
         """Returns what can be sent now: committed rows, and those of a slice at the layers it has run, up to row
         `whole` (what lies beyond is computed again once more tokens are known). Nothing once a row was rewritten."""
         kv = request.kv
@@ -95,13 +95,13 @@ class Sent:
             return []
         return between(self.rows, ready)
 
-    def rest(self, request: Request) -> list[Block] | None:
+    def rest(self, request: Request) -> list[SegmentBlock] | None:
         """Returns the unsent blocks of a prompt just completed; None if the KV has to travel whole."""
         blocks = self.more(request, 0)
         full = all(_final(layer, 0) == request.computed for layer in request.kv.layers) if request.kv else False
         return blocks if full and not self.spoiled else None
 
-    def note(self, blocks: Sequence[Block]) -> int:
+    def note(self, blocks: Sequence[SegmentBlock]) -> int:
         """These have been sent. -> the number of the piece."""
         for block in blocks:
             for layer in range(*block.layers):
@@ -127,7 +127,7 @@ class Landing:
     def __init__(self, store: Store, tokens: int) -> None:
         self.store = store
         self.layers: list[LayerKV] = []
-        self.blocks: list[Block] = []
+        self.blocks: list[SegmentBlock] = []
         self._seen: set[int] = set()
         try:
             self.layers.extend(store.layers(rounded(tokens)))
@@ -142,7 +142,7 @@ class Landing:
     def has(self, number: int) -> bool:
         return number in self._seen
 
-    def lay(self, number: int, blocks: Sequence[Block], tensors: Sequence[Tensor]) -> None:
+    def lay(self, number: int, blocks: Sequence[SegmentBlock], tensors: Sequence[Tensor]) -> None:
         """Copy the rows of piece `number` to their places. Raises Misfit, having changed nothing that counts."""
         left = iter(tensors)
         for block in blocks:
@@ -155,7 +155,7 @@ class Landing:
         self._seen.add(number)
         self.blocks.extend(blocks)
 
-    def _places(self, block: Block) -> Iterator[Tensor]:
+    def _places(self, block: SegmentBlock) -> Iterator[Tensor]:
         (first, last), (start, stop) = block.layers, block.rows
         cap = self.layers[0].spare
         if not (0 <= first < last <= len(self.layers) and 0 <= start < stop <= cap):
@@ -183,7 +183,7 @@ class Landing:
         self.layers = []
 
 
-def _reach(blocks: Sequence[Block], layer: int) -> int:
+def _reach(blocks: Sequence[SegmentBlock], layer: int) -> int:
     """The first row of a layer that is missing."""
     reach = 0
     for start, stop in sorted(block.rows for block in blocks if block.layers[0] <= layer < block.layers[1]):

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from phasewise.cluster.pool import CELLS, Account, Loan, Table
+from phasewise.cluster.pool import CELLS, Account, AccountTable, Loan
 from phasewise.cluster.transfer_buffer import ALIGN, Lost, folder, segment
 from phasewise.errors import UserError
 from phasewise.kv.buffer import Kind, Memory
@@ -144,13 +144,13 @@ class Lock:
 class SharedPool:
     """The budget of some workers and the memory it is spent on."""
 
-    table: Table
+    table: AccountTable
     memory: NamedMemory
 
     @classmethod
     def here(cls, limit: int) -> SharedPool:
         """Make a pool for workers of this process."""
-        return cls(Table.here(limit), InlineMemory())
+        return cls(AccountTable.here(limit), InlineMemory())
 
     @classmethod
     def create(cls, run: str, limit: int) -> SharedPool:
@@ -171,7 +171,7 @@ class SharedPool:
     def join(cls, run: str, owner: str = "router") -> SharedPool:
         """The pool that the router of a run has created."""
         cells = segment(f"{run}.pool", CELLS * 8, create=False).view(torch.int64)
-        return cls(Table(cells.numpy(), Lock(folder() / f"{run}.pool")), MappedMemory(run, owner))
+        return cls(AccountTable(cells.numpy(), Lock(folder() / f"{run}.pool")), MappedMemory(run, owner))
 
     def account(self, owner: str, yields: bool) -> Account:
         return Account(self.table, owner, self.memory.at(owner), yields)

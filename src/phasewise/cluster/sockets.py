@@ -23,7 +23,7 @@ FILE = struct.Struct("i")  # a file descriptor that comes with a message
 CHUNK = 1 << 18  # bytes
 
 
-class Origin(Protocol):
+class ConnectionOrigin(Protocol):
     """The source of a connection's process, such as a fork server."""
 
     @property
@@ -40,7 +40,7 @@ class SocketConnection:
     The worker introduces itself with a handle to its process, so that nobody else can be killed in its stead.
     """
 
-    def __init__(self, name: str, sock: socket.socket, origin: Origin) -> None:
+    def __init__(self, name: str, sock: socket.socket, origin: ConnectionOrigin) -> None:
         self.name, self.sock, self.origin = name, sock, origin
         self.pid: int | None = None  # until it has introduced itself
         self.open = True

@@ -45,7 +45,7 @@ from phasewise.cluster.transfer_buffer import Parcel, TransferBuffer
 from phasewise.kv.handoff import Layouts, landing, pack, unpack
 from phasewise.kv.wire import Wire
 from phasewise.request.header import request_of
-from phasewise.request.request import Left, Request
+from phasewise.request.request import Departure, Request
 
 if TYPE_CHECKING:
     from phasewise.engine.engine import Engine
@@ -122,7 +122,7 @@ class Worker:
         try:
             self.engine.add(request)
         except Exception as error:
-            self._progress(_Job(request, command["attempt"], request.known), Left("failed", str(error)))
+            self._progress(_Job(request, command["attempt"], request.known), Departure("failed", str(error)))
             return
         self._jobs[request.id] = _Job(request, command["attempt"], request.known)
         if command.get("push"):
@@ -223,7 +223,7 @@ class Worker:
         if self._lender is not None:
             self._lender.balance()
 
-    def _progress(self, job: _Job, left: Left | None) -> None:
+    def _progress(self, job: _Job, left: Departure | None) -> None:
         request, trace = job.request, job.request.trace
         event = {
             "event": "progress", "id": request.id, "attempt": job.attempt, "start": job.told,

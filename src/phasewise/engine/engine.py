@@ -23,7 +23,7 @@ from phasewise.engine.refusals import DEPTH, kept_within, longest, refuse
 from phasewise.engine.runtime import Parts, Runtime
 from phasewise.errors import Unanswerable, UserError, near
 from phasewise.kv.buffer import stride
-from phasewise.request.request import Left, Request
+from phasewise.request.request import Departure, Request
 from phasewise.step.phase import Phase
 from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome
@@ -150,7 +150,7 @@ class Engine:
         """Drop a request wherever it is; False if it had already left."""
         if request.left is not None or request not in self.queues:
             return False
-        self._leave(request, Left("cancelled", "cancelled"))
+        self._leave(request, Departure("cancelled", "cancelled"))
         return True
 
     def step(self) -> list[Request]:
@@ -369,12 +369,12 @@ class Engine:
     def _fail(self, request: Request, error: Exception) -> None:
         asked = isinstance(error, Unanswerable)
         log.log(logging.INFO if asked else logging.ERROR, "request %s failed", request.id, exc_info=error)
-        self._leave(request, Left("failed", str(error) if asked else f"{type(error).__name__}: {error}", asked))
+        self._leave(request, Departure("failed", str(error) if asked else f"{type(error).__name__}: {error}", asked))
 
     def _no_room(self, request: Request) -> None:
-        self._leave(request, Left("failed", "the KV budget is exhausted: raise --kv-bytes"))
+        self._leave(request, Departure("failed", "the KV budget is exhausted: raise --kv-bytes"))
 
-    def _leave(self, request: Request, left: Left) -> None:
+    def _leave(self, request: Request, left: Departure) -> None:
         """The one exit. Memory goes back here and nowhere else."""
         request.left = left
         request.trace.left = self.parts.clock()

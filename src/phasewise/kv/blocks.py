@@ -47,7 +47,7 @@ class BlockCut:
         return (blocks + 1) * self.rows + self.tail - 1
 
 
-class Blocks(ABC):
+class BlockCodec(ABC):
     """A codec that also packs finished blocks of rows together. Everything is per KV head, and pure."""
 
     cuts: tuple[BlockCut, BlockCut]  # of keys and of values
@@ -71,16 +71,16 @@ class Blocks(ABC):
         """Planes [h, blocks, ...] -> rows [h, blocks * rows, D] of the shape's dtype."""
 
 
-def sealing(codec: Codec) -> Blocks | None:
+def sealing(codec: Codec) -> BlockCodec | None:
     """The codec, if it seals finished blocks."""
-    return codec if isinstance(codec, Blocks) else None
+    return codec if isinstance(codec, BlockCodec) else None
 
 
 Marks = Callable[[int, int], Tensor]
 """(start, stop) -> how much the rows start .. stop - 1 of a layer matter, [stop - start]."""
 
 
-class Marked(Blocks):
+class Marked(BlockCodec):
     """A codec whose blocks hang on more than their rows: on marks, which the evict method that comes with the store
     gives these (`verbs/evict.py: saliency`), and on planes that are settled once, by the rows of the complete prompt.
 
@@ -106,12 +106,12 @@ class Marked(Blocks):
         """
 
 
-def marking(codec: Codec | Blocks) -> Marked | None:
+def marking(codec: Codec | BlockCodec) -> Marked | None:
     """The codec, if its blocks want marks."""
     return codec if isinstance(codec, Marked) else None
 
 
-def form_of(codec: Codec | Blocks, shape: KVShape) -> KVShape:
+def form_of(codec: Codec | BlockCodec, shape: KVShape) -> KVShape:
     """What blocks are made for: each head of a layer, or one that has the numbers of all."""
     return shape if marking(codec) is None else replace(shape, heads=1, dim=shape.heads * shape.dim)
 
@@ -134,12 +134,12 @@ class _Side(Codec):
         raise NotImplementedError("blocks are opened, not decoded row by row")
 
 
-def block_bytes(codec: Blocks, shape: KVShape, side: int) -> int:
+def block_bytes(codec: BlockCodec, shape: KVShape, side: int) -> int:
     """Of one block of one head."""
     return entry_bytes(_Side(codec.kinds, side), shape)
 
 
-def settled_bytes(codec: Blocks, shape: KVShape, side: int) -> int:
+def settled_bytes(codec: BlockCodec, shape: KVShape, side: int) -> int:
     """Of what is settled of one head."""
     marked = marking(codec)
     return 0 if marked is None else entry_bytes(_Side(marked.settled, side), shape)
@@ -164,7 +164,7 @@ class Sealed:
         "active", "buffers", "codec", "counts", "form", "ledger", "marked", "packings", "raw", "settled", "shape",
     )  # fmt: skip
 
-    def __init__(self, codec: Blocks, shape: KVShape, ledger: Ledger, rows: int) -> None:
+    def __init__(self, codec: BlockCodec, shape: KVShape, ledger: Ledger, rows: int) -> None:
         self.codec, self.shape, self.ledger = codec, shape, ledger
         self.raw, self.form, self.packings = Raw(), form_of(codec, shape), packings(codec, shape)
         self.active, self.counts, self.marked = False, [0, 0], marking(codec)

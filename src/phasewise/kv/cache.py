@@ -17,7 +17,7 @@ from phasewise.kv.wire import Dump, Wire
 from phasewise.request.counters import Counters
 
 if TYPE_CHECKING:
-    from phasewise.kv.left import Given
+    from phasewise.kv.left import InjectedKV
     from phasewise.kv.prefix import Node
 
 
@@ -162,7 +162,7 @@ class KV:
         if self._spare is not None:
             self._spare -= rows
 
-    def bring(self, given: Given, n: int) -> tuple[int, int]:
+    def bring(self, given: InjectedKV, n: int) -> tuple[int, int]:
         """Rows that were computed elsewhere, behind the first `n` or in the place of some of these, which there is room
         for. -> where they begin, and how many they are"""
         start, count = n if given.start is None else given.start, given.rows[0][0].shape[1]

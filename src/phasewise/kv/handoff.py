@@ -21,7 +21,7 @@ from phasewise.kv.blocks import booked
 from phasewise.kv.buffer import rounded
 from phasewise.kv.cache import KV
 from phasewise.kv.store import Store
-from phasewise.kv.wire import Encoded, Origin
+from phasewise.kv.wire import Encoded, RowsOrigin
 from phasewise.kv.wire import Misfit as Misfit
 
 if TYPE_CHECKING:
@@ -140,14 +140,14 @@ def pack_lent(request: Request, layout: str, ticket: int) -> tuple[Header, list[
     return header | {"kv": _encode(request.kv.dump(lent=True), tensors)}, tensors
 
 
-def _origin(request: Request, drawers: bool) -> Origin:
+def _origin(request: Request, drawers: bool) -> RowsOrigin:
     """What the wire may know. A suffix may be computed again where that is just what it would be after a preemption:
     of a prompt just completed, with all rows true and at their places and nothing kept beside them."""
     kv, trace, end = request.kv, request.trace, request.prompt_len
     assert kv is not None
     plain = all(len(layer.slabs) == 1 and layer.slabs[0].positions is None and layer.n == end for layer in kv.layers)
     seconds = 0.0 if trace.admitted is None or not trace.tokens else trace.tokens[0] - trace.admitted
-    return Origin(plain and request.computed == end and not (drawers or kv.foreign), end - kv.reused, seconds)
+    return RowsOrigin(plain and request.computed == end and not (drawers or kv.foreign), end - kv.reused, seconds)
 
 
 def fits(header: Header, store: Store, layout: str) -> None:

@@ -18,7 +18,7 @@ from phasewise.kv.beside import Beside, Derived, Wants
 from phasewise.kv.blocks import SLACK, Marks, Sealed
 from phasewise.kv.buffer import ROUND, Buffer, Codec, KVShape, Ledger, entry_bytes, rounded
 from phasewise.kv.packed import lying
-from phasewise.kv.part import Part
+from phasewise.kv.part import KVPart
 
 
 class Slab:
@@ -170,7 +170,7 @@ class LayerKV:
         assert not self.fresh
         self.fresh, self._pending, self._ids = len(positions), positions, None
 
-    def read(self, written: Sequence[int] = ()) -> list[Part]:
+    def read(self, written: Sequence[int] = ()) -> list[KVPart]:
         """What this step's rows can read, head group by head group (usually one). `written`: positions of rows that a
         native kernel has put behind the committed ones, instead of any that were appended."""
         if self.sealed is not None and self.sealed.active and self.slabs:
@@ -182,18 +182,18 @@ class LayerKV:
             planes = [p[:, : s.n + fresh] for p in s.buffer.planes]
             committed = None if s.positions is None else s.positions[:, : s.n]
             parts.append(
-                Part(planes, self.codec, self.shape.dtype, s.n, fresh, ids, s.heads, committed, pending, i,
+                KVPart(planes, self.codec, self.shape.dtype, s.n, fresh, ids, s.heads, committed, pending, i,
                      self.beside)
             )  # fmt: skip
         return parts
 
-    def _opened(self) -> Part:
+    def _opened(self) -> KVPart:
         """`read`, of rows in sealed blocks and behind them."""
         (s,), sealed = self.slabs, self.sealed
         whole = self._ids is None or self._ids == list(range(self.fresh))  # in pieces, say
         assert sealed is not None and s.positions is None and whole, "rows are sealed where all are alike"
         planes, lie = lying(sealed, s.buffer.planes, s.base, (self.n, self.fresh))
-        return Part(planes, sealed.raw, self.shape.dtype, self.n, self.fresh, None, None, None, self._pending, 0,
+        return KVPart(planes, sealed.raw, self.shape.dtype, self.n, self.fresh, None, None, None, self._pending, 0,
                     self.beside, packed=lie)  # fmt: skip
 
     def seal(self, marks: Marks | None = None) -> int:

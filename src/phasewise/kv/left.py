@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from phasewise.kv.cache import KV
 
 
-class Given(NamedTuple):
+class InjectedKV(NamedTuple):
     """Keys and values [H, r, D] of the tokens that come next, layer by layer; `true`: they are what computing these
     tokens would have given. `start`: instead of the tokens that come next, those from this position on, in the place of
     all rows that are there."""
@@ -24,7 +24,7 @@ class Given(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Left:
+class RetainedKV:
     """Tokens and their rows; `owner`: whose they are, for rows mean nothing elsewhere."""
 
     tokens: Sequence[int]
@@ -36,17 +36,17 @@ class Remains:
     """What is kept, by the name of the request that left it; a later one of the same name takes its place."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, Left] = {}  # the least recently used first
+        self._kept: dict[str, RetainedKV] = {}  # the least recently used first
 
     @property
     def bytes(self) -> int:
         return sum(left.kv.bytes + left.kv.beside for left in self._kept.values())
 
-    def put(self, name: str, left: Left) -> None:
+    def put(self, name: str, left: RetainedKV) -> None:
         self._drop(name)
         self._kept[name] = left
 
-    def find(self, name: str, owner: object) -> Left | None:
+    def find(self, name: str, owner: object) -> RetainedKV | None:
         """What a request left, if it is still there; it counts as used."""
         left = self._kept.get(name)
         if left is None or left.owner is not owner:

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from phasewise.ops.native.abi import SidesStruct
 from phasewise.ops.native.sealing import Sealing, Seals, fits
-from phasewise.ops.native.spans import Rest, Side, opens
+from phasewise.ops.native.spans import SecondClass, Side, opens
 
 if TYPE_CHECKING:
-    from phasewise.kv.blocks import Blocks, Sealed
+    from phasewise.kv.blocks import BlockCodec, Sealed
     from phasewise.kv.buffer import KVShape
     from phasewise.kv.layer_kv import LayerKV
 
@@ -57,7 +57,7 @@ class Classes:
 
     def side(self, planes: Sequence[Tensor], slots: int, rows: int) -> Side:
         upper, step, low, levels, *others, scale = planes
-        rest = Rest(upper, scale, others[2], others[0], others[1], self.bits[1])
+        rest = SecondClass(upper, scale, others[2], others[0], others[1], self.bits[1])
         return Side(levels, step, low, slots, rows, self.bits[0], 8 * levels.shape[-1] // self.bits[0], rest=rest)
 
     def fits(self, rows: int, dim: int) -> bool:
@@ -65,7 +65,7 @@ class Classes:
 
 
 @dataclass(slots=True)
-class Packed:
+class PackedBlocks:
     """What a kernel reads of sealed blocks, and the rows as they were made, `tail` [h, R, D] each, that begin with row
     `base`."""
 
@@ -96,7 +96,7 @@ class Later(Sequence[Tensor]):
         return len(self[:])
 
 
-def packings(codec: Blocks, shape: KVShape) -> tuple[Packing | Classes, Packing | Classes] | None:
+def packings(codec: BlockCodec, shape: KVShape) -> tuple[Packing | Classes, Packing | Classes] | None:
     """How the planes of keys and values lie, if native kernels read them like that."""
     found = codec.packings(shape.dim)
     if found is None or shape.dtype != torch.bfloat16 or shape.device != "cpu":
@@ -107,7 +107,7 @@ def packings(codec: Blocks, shape: KVShape) -> tuple[Packing | Classes, Packing 
 
 def lying(
     sealed: Sealed, planes: Sequence[Tensor], base: int, rows: tuple[int, int]
-) -> tuple[Sequence[Tensor], Packed | None]:
+) -> tuple[Sequence[Tensor], PackedBlocks | None]:
     """What `rows`, (committed, of this step), read with the blocks that there are: opened when looked at, and packed.
     `planes` hold those from row `base` on as they were made."""
     n, fresh = rows
@@ -186,7 +186,7 @@ def ahead(tails: Sequence[Tail], upto: Sequence[int]) -> None:
 
 def packed(
     sealed: Sealed, tail: Sequence[Tensor], base: int, n: int, upto: Sequence[int], after: Sequence[int] = ()
-) -> Packed | None:
+) -> PackedBlocks | None:
     """The first `upto` [keys, values] rows as if they were sealed, as they are or `ahead`: of the `n` committed ones,
     and then of those at the slots `after`. None: blocks have to be opened."""
     if sealed.packings is None:
@@ -200,7 +200,7 @@ def packed(
             more = sealed.codec.seal(side, tail[side][:, index])
             planes = [torch.cat((p[:, : sealed.counts[side]], new), 1) for p, new in zip(planes, more)]
         sides.append(packing.side(planes, upto[side], cut.rows))
-    return Packed((sides[0], sides[1]), tail, base)
+    return PackedBlocks((sides[0], sides[1]), tail, base)
 
 
 def seal_alike(layers: Sequence[LayerKV], marks: LayerMarks | None = None) -> int | None:

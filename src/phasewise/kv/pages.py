@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from phasewise.kv.part import Part
+from phasewise.kv.part import KVPart
 
 By = Literal["bounds", "means"]
 """bounds: the smallest and the largest number of a page's keys in each dimension; means: the mean of its keys."""
@@ -56,7 +56,7 @@ class PageKeys:
         vectors[:, :, : self.upto] = self.known
         return PageKeys(self.by, self.size, vectors, self.upto)
 
-    def fill(self, part: Part, upto: int) -> None:
+    def fill(self, part: KVPart, upto: int) -> None:
         """Add the pages below `upto`, for which there is room, from rows that lie in slots of their positions. The
         plain twin of what a whole step does."""
         keys = part.keys(self.upto * self.size, upto * self.size)

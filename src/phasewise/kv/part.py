@@ -13,11 +13,11 @@ from phasewise.kv.buffer import Codec
 
 if TYPE_CHECKING:
     from phasewise.kv.beside import Beside
-    from phasewise.kv.packed import Packed
+    from phasewise.kv.packed import PackedBlocks
 
 
 @dataclass(slots=True)
-class Part:
+class KVPart:
     """Rows of some KV heads: `planes` [h, N, ...] as the codec keeps them; `k`, `v` and `take` as the model made them.
 
     The last `fresh` of the N rows are this step's, and `ids` their rows in the span (None = 0, 1, 2, ...). `heads`
@@ -37,7 +37,9 @@ class Part:
     slab: int
     derived: Beside
     bytes: int | None = None  # of all rows, where some are sealed; they are opened here
-    packed: Packed | None = None  # where kernels find them packed; they are opened when `planes` are first looked at
+    packed: PackedBlocks | None = (
+        None  # where kernels find them packed; they are opened when `planes` are first looked at
+    )
     _whole: tuple[Tensor, Tensor] | None = field(default=None, init=False)
 
     @property

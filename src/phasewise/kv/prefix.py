@@ -50,7 +50,7 @@ def chain(parent: bytes, tokens: Sequence[int]) -> bytes:
     return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
 
 
-class Rows(Protocol):
+class CutRows(Protocol):
     """What blocks are cut from."""
 
     def size(self, block: int) -> int:
@@ -113,7 +113,7 @@ class PrefixTree:
             layer.slabs[0].n = at
         return moved
 
-    def insert(self, tokens: Sequence[int], rows: Rows, held: list[Node]) -> tuple[list[Node], int]:
+    def insert(self, tokens: Sequence[int], rows: CutRows, held: list[Node]) -> tuple[list[Node], int]:
         """Cache the whole blocks of `tokens`, whose `rows` are there. `held` are the caller's nodes so far.
 
         Returns the caller's nodes now and the bytes copied. Stops, silently, where the budget ends.

@@ -13,7 +13,7 @@ from phasewise.kv.buffer import PLACE, Codec, KVShape, Ledger, entry_bytes, roun
 from phasewise.kv.cache import KV
 from phasewise.kv.drawers import Drawers, Draws, Room
 from phasewise.kv.layer_kv import LayerKV
-from phasewise.kv.left import Left
+from phasewise.kv.left import RetainedKV
 from phasewise.kv.prefix import LayerRows, PrefixCache
 from phasewise.kv.wire import Wire
 from phasewise.request.counters import Counters
@@ -158,9 +158,9 @@ class Store:
         kv.nodes, request.kv = [], None
         for layer in range(len(kv.layers)):
             kv.limit(layer, 0)  # its drawers go with the request
-        self.prefixes.left.put(request.id, Left(request.tokens[:upto], kv, self))
+        self.prefixes.left.put(request.id, RetainedKV(request.tokens[:upto], kv, self))
 
-    def left(self, name: str) -> Left | None:
+    def left(self, name: str) -> RetainedKV | None:
         """What a request of this store has left, if that is still kept."""
         return self.prefixes.left.find(name, self)
 

@@ -26,7 +26,7 @@ class Misfit(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class RowsOrigin:
     """Where rows come from: `rows` of them were computed in `seconds` (0 = not known), and `may_stop` says whether the
     receiver could compute a suffix of them again."""
 
@@ -51,7 +51,7 @@ class Wire(Protocol):
     form: str  # names everything that shapes what arrives; both sides must have the same
     fixed: bool  # every move is made alike; else what arrives depends on the link, and nothing is settled
 
-    def encode(self, dumped: Dump, origin: Origin) -> Encoded:
+    def encode(self, dumped: Dump, origin: RowsOrigin) -> Encoded:
         """The rows of `dumped`, ready to be sent."""
         ...
 
@@ -76,7 +76,7 @@ class Numbers:
         self._wire, self._codec, self._dtype = wire, codec, dtype
         self.form, self.fixed = f"{wire.form}, kept by {type(codec).__name__}", wire.fixed
 
-    def encode(self, dumped: Dump, origin: Origin) -> Encoded:
+    def encode(self, dumped: Dump, origin: RowsOrigin) -> Encoded:
         return self._wire.encode(self._opened(dumped), origin)
 
     def decode(self, content: Any) -> Dump:

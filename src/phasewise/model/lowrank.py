@@ -13,7 +13,7 @@ from torch import Tensor
 from phasewise.model.config import ModelConfig
 from phasewise.ops.linear import Linear
 from phasewise.ops.native.abi import LowRankStruct, Structures
-from phasewise.ops.native.weights import Packed
+from phasewise.ops.native.weights import PackedWeights
 
 LINEARS = ("qkv", "o", "gate_up", "down")
 
@@ -64,7 +64,7 @@ class Delta:
         return None if pair is None else pair[1](pair[0](x))
 
 
-def _struct(halves: Sequence[Packed | None] | None) -> LowRankStruct | None:
+def _struct(halves: Sequence[PackedWeights | None] | None) -> LowRankStruct | None:
     """Both halves of a linear layer's weights, null where there are none; None where they are not packed."""
     if halves is None:
         return LowRankStruct()

@@ -14,14 +14,14 @@ from phasewise.model.norm import FullNorm
 from phasewise.ops.linear import Linear
 from phasewise.ops.native.fit import MOST_DIM
 from phasewise.ops.native.stack import Stack, StackExperts, StackLayer, StackNorm, StackShape
-from phasewise.ops.native.weights import Packed
+from phasewise.ops.native.weights import PackedWeights
 
 if TYPE_CHECKING:
     from phasewise.model.model import Layer
 
 
 def stacked(
-    layers: Sequence[Layer], config: ModelConfig, dtype: torch.dtype, table: Packed | Tensor, scale: float
+    layers: Sequence[Layer], config: ModelConfig, dtype: torch.dtype, table: PackedWeights | Tensor, scale: float
 ) -> Stack | None:
     """Embeddings (`table` [V, d], taken `scale` times) and layers as one native call, or None where the kernels do not
     have all weights, or heads are too large for them."""
@@ -68,7 +68,7 @@ def _experts(mixture: MoE) -> StackExperts | None:
     return StackExperts(router, known, mixture.top_k, mixture.renormalise)
 
 
-def _packed(first: Linear, second: Linear) -> tuple[Packed, Packed] | None:
+def _packed(first: Linear, second: Linear) -> tuple[PackedWeights, PackedWeights] | None:
     """Both as the kernels have them; None if they have not, or only one of them is rounded."""
     one, two = first.native, second.native
     return None if one is None or two is None or one.int8 != two.int8 else (one, two)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phasewise.ops.native import prefill
-from phasewise.ops.native.spans import Seen
+from phasewise.ops.native.spans import SeenWindow
 
 
 def attention(
@@ -52,7 +52,7 @@ def causal(q: Tensor, k: Tensor, v: Tensor, scale: float, block: int = 1) -> Ten
     """Attention of the last R of N rows, row i seeing 0 .. N-R+i and the rest of its block of so many of the R, without
     building a mask. -> [R, Hq, D]."""
     if prefill.fits(q, k, v):
-        return prefill.causal(q, k, v, scale, seen=Seen(0, block=block))
+        return prefill.causal(q, k, v, scale, seen=SeenWindow(0, block=block))
     return causal_plain(q, k, v, scale, block)
 
 

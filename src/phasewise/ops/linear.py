@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from phasewise.errors import UserError
 from phasewise.ops import native
-from phasewise.ops.native.weights import Packed
+from phasewise.ops.native.weights import PackedWeights
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Linear:
         self._form: Form
         if precision == "int8":
             _require_int8(weight)
-            self._form = Packed(weight, bias, int8=True, done=done)
+            self._form = PackedWeights(weight, bias, int8=True, done=done)
             self.nbytes = self._form.nbytes
             return
         if precision not in PRECISIONS:
@@ -58,7 +58,7 @@ class Linear:
         on_cpu, half = weight.device.type == "cpu", weight.dtype == torch.bfloat16
         wanted = on_cpu and half if packed is None else packed
         if wanted and on_cpu and half and native.library() is not None:
-            self._form = Packed(weight, bias, done=done)
+            self._form = PackedWeights(weight, bias, done=done)
         elif wanted and _can_pack(weight.dtype):
             self._form = OneDNN(weight, bias)
             if done is not None:
@@ -75,9 +75,9 @@ class Linear:
         return not isinstance(self._form, Plain)
 
     @property
-    def native(self) -> Packed | None:
+    def native(self) -> PackedWeights | None:
         """The weights as the kernels of `ops.native` take them, where those do the work."""
-        return self._form if isinstance(self._form, Packed) else None
+        return self._form if isinstance(self._form, PackedWeights) else None
 
     def rows(self, which: Tensor) -> Tensor:
         """Rows of the weight, int64 [N] -> [N, in], as an embedding table gives them."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from phasewise.plan.shape import Shape
+from phasewise.plan.shape import DecoderShape
 
 
 @dataclass(slots=True)
-class Step:
+class StepWork:
     """The work of one engine step, in rows.
 
     `pairs`: for every prompt row, the rows it sees, itself included, summed. `prefixes`: KV rows that prompt slices
@@ -56,14 +56,14 @@ class Price(NamedTuple):
 class Cost(Protocol):
     """A source of the costs of steps, such as a profile or a device file."""
 
-    def price(self, step: Step) -> Price: ...
+    def price(self, step: StepWork) -> Price: ...
 
-    def seconds(self, step: Step) -> float:
+    def seconds(self, step: StepWork) -> float:
         """The same, the time alone."""
         ...
 
 
-def counts(step: Step, shape: Shape) -> Counts:
+def counts(step: StepWork, shape: DecoderShape) -> Counts:
     """Two operations per weight and row, four per number of a query and row seen; every weight that any row needs is
     read once, and so is the KV of each request."""
     rows = step.rows

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from phasewise.bench.settings import BenchSetting
 from phasewise.plan.candidates import changes_answers, pairs
-from phasewise.plan.tune import FINALISTS, Budget
+from phasewise.plan.tune import FINALISTS, RungBudget
 
 LEAST_ROUNDS = 3  # fewer have no interval
 LEAST_EXAMPLES = 2
@@ -24,11 +24,11 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Effort:
+class TuneEffort:
     """The work of a tuning run: requests of each timed run, rounds and examples, and the `seconds` all of it takes."""
 
     requests: int
-    budget: Budget
+    budget: RungBudget
     seconds: float
 
     def said(self) -> str:
@@ -39,14 +39,14 @@ class Effort:
         return f"about {self.seconds:.0f} seconds" if minutes < 1.5 else f"about {minutes:.0f} minutes"
 
 
-def estimate(settings: Sequence[BenchSetting], pace: Pace, requests: int, budget: Budget) -> Effort:
+def estimate(settings: Sequence[BenchSetting], pace: Pace, requests: int, budget: RungBudget) -> TuneEffort:
     """The effort of `Tuner.run` with these settings, if every candidate is as fast as the default."""
     lossy = sum(map(changes_answers, settings))
     runs, examples = _counts(len(settings), lossy, len(pairs(settings, settings)), budget)
-    return Effort(requests, budget, runs * pace.run * requests / pace.requests + examples * pace.example)
+    return TuneEffort(requests, budget, runs * pace.run * requests / pace.requests + examples * pace.example)
 
 
-def fitted(settings: Sequence[BenchSetting], pace: Pace, budget: Budget, allowed: float) -> Effort:
+def fitted(settings: Sequence[BenchSetting], pace: Pace, budget: RungBudget, allowed: float) -> TuneEffort:
     """The largest effort that takes at most `allowed` seconds, or else the least there is.
 
     Examples are cut first, then rounds, then requests: every contender is still asked the same.
@@ -69,11 +69,11 @@ def fitted(settings: Sequence[BenchSetting], pace: Pace, budget: Budget, allowed
     return estimate(settings, pace, requests, cut)
 
 
-def _seconds(settings: Sequence[BenchSetting], pace: Pace, budget: Budget, rounds: int, examples: int) -> float:
+def _seconds(settings: Sequence[BenchSetting], pace: Pace, budget: RungBudget, rounds: int, examples: int) -> float:
     return estimate(settings, pace, pace.requests, _budget(budget, rounds, examples)).seconds
 
 
-def _budget(budget: Budget, rounds: int, examples: int) -> Budget:
+def _budget(budget: RungBudget, rounds: int, examples: int) -> RungBudget:
     return replace(budget, examples=min(budget.examples, examples), final=(rounds, examples))
 
 
@@ -82,7 +82,7 @@ def _most(least: int, most: int, fits: Callable[[int], bool]) -> int:
     return next((number for number in range(most, least, -1) if fits(number)), least)
 
 
-def _counts(alive: int, lossy: int, new_pairs: int, budget: Budget) -> tuple[int, int]:
+def _counts(alive: int, lossy: int, new_pairs: int, budget: RungBudget) -> tuple[int, int]:
     """Timed runs, and examples judged over all rows, of successive halving as `Tuner.run` does it.
 
     Of pairs, at most as many are counted as the first rung's survivors can make.

@@ -10,7 +10,7 @@ import numpy
 from numpy.typing import NDArray
 
 from phasewise.errors import UserError
-from phasewise.plan.cost import Price, Step
+from phasewise.plan.cost import Price, StepWork
 
 Path = Literal["prefill", "decode", "mixed"]
 PATHS: tuple[Path, ...] = ("prefill", "decode", "mixed")
@@ -25,29 +25,29 @@ KNOTS = (2, 4, 8, 16, 32, 64, 128, 256)  # rows at which the price of a further 
 class Timed(NamedTuple):
     """A step and how long it took."""
 
-    step: Step
+    step: StepWork
     seconds: float
 
 
-def path_of(step: Step) -> Path:
+def path_of(step: StepWork) -> Path:
     if not step.decode_rows:
         return "prefill"
     return "mixed" if step.prefill_rows else "decode"
 
 
 @dataclass(frozen=True)
-class Line:
+class FittedLine:
     """Seconds = the sum of `weights` times terms. A term `rows>K` counts the step's rows beyond K: kernels for few rows
     and for many differ. Never below `least`."""
 
     weights: Mapping[str, float]
     least: float
 
-    def __call__(self, step: Step) -> float:
+    def __call__(self, step: StepWork) -> float:
         return max(self.least, sum(weight * term(name, step) for name, weight in self.weights.items()))
 
 
-def term(name: str, step: Step) -> float:
+def term(name: str, step: StepWork) -> float:
     """Returns a term's count in a step. Raises UserError for an unknown term."""
     if name == "base":
         return 1.0
@@ -58,7 +58,7 @@ def term(name: str, step: Step) -> float:
     raise UserError(f"unknown term {name!r} of a latency model: measure again with `phasewise profile`")
 
 
-def fit(timed: Sequence[Timed], path: Path) -> Line:
+def fit(timed: Sequence[Timed], path: Path) -> FittedLine:
     """The line of a path through steps of that path. Raises UserError where they are too few to tell.
 
     No term of the paper's form may make a step faster: what would is left out. Knots are taken in one after the other,
@@ -81,7 +81,7 @@ def fit(timed: Sequence[Timed], path: Path) -> Line:
         names.append(knot)
         free.remove(knot)
     kinks = any(">" in name for name in weights)  # without, no weight is below zero
-    return Line(weights, 0.5 * min(one.seconds for one in timed) if kinks else 0.0)
+    return FittedLine(weights, 0.5 * min(one.seconds for one in timed) if kinks else 0.0)
 
 
 def _solve(timed: Sequence[Timed], names: Sequence[str]) -> tuple[dict[str, float], float]:
@@ -103,7 +103,7 @@ def _solve(timed: Sequence[Timed], names: Sequence[str]) -> tuple[dict[str, floa
     return {name: float(weight) for name, weight in zip(left, found)}, error
 
 
-def errors(line: Line, timed: Sequence[Timed]) -> list[float]:
+def errors(line: FittedLine, timed: Sequence[Timed]) -> list[float]:
     """Relative errors, absolute values."""
     return [abs(line(one.step) / one.seconds - 1) for one in timed]
 
@@ -112,13 +112,13 @@ def errors(line: Line, timed: Sequence[Timed]) -> list[float]:
 class Fitted:
     """A cost that was measured: a line per path. A path that was not measured has the mixed one's."""
 
-    lines: Mapping[Path, Line]
+    lines: Mapping[Path, FittedLine]
 
     def __post_init__(self) -> None:
         if "mixed" not in self.lines and set(self.lines) != {"prefill", "decode"}:
             raise UserError("a latency model needs steps of all kinds: measure again with `phasewise profile`")
 
-    def seconds(self, step: Step) -> float:
+    def seconds(self, step: StepWork) -> float:
         path = path_of(step)
         if path in self.lines:
             found = self.lines[path](step)
@@ -128,5 +128,5 @@ class Fitted:
             found = self.lines["prefill"](step) + self.lines["decode"](step)
         return found * step.share
 
-    def price(self, step: Step) -> Price:
+    def price(self, step: StepWork) -> Price:
         return Price(self.seconds(step))

@@ -15,9 +15,9 @@ from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 from phasewise.errors import UserError, near
-from phasewise.plan.cost import Price, Step
+from phasewise.plan.cost import Price, StepWork
 from phasewise.plan.device import device
-from phasewise.plan.shape import Shape
+from phasewise.plan.shape import DecoderShape
 
 PREFIX = "aiconfigurator:"
 INSTALL = "pip install 'phasewise[plan]'"
@@ -73,7 +73,7 @@ class TableCost:
     each size: rows as they are, contexts rounded to `BITS` bits. They say nothing of energy: joules are 0."""
 
     tables: Tables
-    shape: Shape
+    shape: DecoderShape
     ways: int = 1
     hourly: float = 0.0
     _rest: Callable[[int, bool], float] = field(init=False, repr=False, compare=False)
@@ -89,11 +89,11 @@ class TableCost:
         """KV memory of all devices together, bytes."""
         return self.tables.kv_tokens * self.shape.row_bytes
 
-    def price(self, step: Step) -> Price:
+    def price(self, step: StepWork) -> Price:
         seconds = self.seconds(step)
         return Price(seconds, 0.0, self.hourly / 3600 * seconds * self.ways)
 
-    def seconds(self, step: Step) -> float:
+    def seconds(self, step: StepWork) -> float:
         rows = round(step.rows)
         if rows < 1:
             return 0.0
@@ -113,7 +113,7 @@ def rounded(count: int) -> int:
     return (count + unit // 2) // unit * unit
 
 
-def slices_of(step: Step) -> tuple[float, float, float]:
+def slices_of(step: StepWork) -> tuple[float, float, float]:
     """(slices, rows of each, rows before each) of equal slices with the same rows, pairs and rows that they read.
 
     Of b slices of s rows after p: rows = b s, prefixes = b (p + s), pairs = b (p s + s (s + 1) / 2).
@@ -126,7 +126,7 @@ def slices_of(step: Step) -> tuple[float, float, float]:
 
 
 # ---- the package
-def table_cost(place: Place, shape: Shape, ways: int) -> TableCost:
+def table_cost(place: Place, shape: DecoderShape, ways: int) -> TableCost:
     """Costs of a model's steps from measured tables. Raises UserError for what they do not have."""
     try:
         import aiconfigurator_core
@@ -158,7 +158,7 @@ def check(place: Place, systems: Path) -> str:
     return str(slots.get(place.version, place.version) or slots["current"])
 
 
-def described(shape: Shape) -> dict[str, Any]:
+def described(shape: DecoderShape) -> dict[str, Any]:
     """The config.json of a decoder of these sizes, as the package reads it."""
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -186,7 +186,7 @@ class Core:
     """The tables of `aiconfigurator-core` for one model. Its attention is one operation of many; what it takes is asked
     for apart, so that any mixture of prompts and decodes has a price."""
 
-    def __init__(self, place: Place, version: str, shape: Shape, ways: int) -> None:
+    def __init__(self, place: Place, version: str, shape: DecoderShape, ways: int) -> None:
         from aiconfigurator_core.sdk.engine import EngineHandle
 
         self._what = f"{place}, ways={ways}"

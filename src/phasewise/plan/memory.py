@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from phasewise.plan.sequence import SimulatedSequence
 
 
-class Held:
+class RequestKV:
     """The KV of one request: room for `cap` rows, of which `spare` are not used."""
 
     __slots__ = ("cap", "nodes", "spare", "store")
@@ -87,10 +87,10 @@ class NumberStore:
     def room(self, n_bytes: int) -> bool:
         return self.prefixes.room(n_bytes)
 
-    def open(self, job: SimulatedSequence, tokens: int) -> Held:
+    def open(self, job: SimulatedSequence, tokens: int) -> RequestKV:
         """Room for `tokens` rows, those of the longest cached prefix there already. The last row of a prompt is always
         computed."""
-        held = Held(self, rounded(tokens))
+        held = RequestKV(self, rounded(tokens))
         hit = 0
         if self.tree is not None:
             held.nodes = self.tree.match(job.tokens[: job.prompt_len - 1])

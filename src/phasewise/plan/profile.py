@@ -11,11 +11,11 @@ from typing import Any
 
 from phasewise.errors import UserError, near
 from phasewise.plan.beside import Beside
-from phasewise.plan.fit import PATHS, Fitted, Line, Timed, errors, fit, path_of
+from phasewise.plan.fit import PATHS, Fitted, FittedLine, Timed, errors, fit, path_of
 from phasewise.plan.fit import Path as Kind
 from phasewise.plan.profiler import Size, StepProfiler, halfway, medians, sizes, spared
 from phasewise.plan.serving import Serving
-from phasewise.plan.shape import Shape
+from phasewise.plan.shape import DecoderShape
 from phasewise.version import __version__
 
 VERSION = 1  # of the file
@@ -47,7 +47,7 @@ QUICK = Grid((16, 64, 256), (1, 4, 16), (0, 512), 1)
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldOutError:
     """The error of a path's fit at sizes that it has not seen."""
 
     steps: int
@@ -55,7 +55,7 @@ class Held:
     p90: float
 
     @classmethod
-    def of(cls, off: Sequence[float]) -> Held:
+    def of(cls, off: Sequence[float]) -> HeldOutError:
         ordered = sorted(off)
         return cls(len(off), statistics.median(off), ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))])
 
@@ -67,8 +67,8 @@ class Measured:
     recipe: str
     threads: int
     methods: Mapping[str, str]
-    lines: Mapping[Kind, Line]
-    held_out: Mapping[Kind, Held]
+    lines: Mapping[Kind, FittedLine]
+    held_out: Mapping[Kind, HeldOutError]
     row_bytes: int  # KV of a token
     beside: Beside = field(default_factory=dict)  # of a busy with as many threads
     shared: Beside = field(default_factory=dict)  # one of the two has all cores, the other a single one of them
@@ -84,7 +84,7 @@ class Profile:
 
     machine: Mapping[str, Any]
     model: Mapping[str, Any]  # name, hash, dtype
-    shape: Shape
+    shape: DecoderShape
     limits: Mapping[str, float]
     measured: Sequence[Measured]
     served: Mapping[str, Serving] = field(default_factory=dict)  # by "engine" and "workers"
@@ -132,7 +132,7 @@ class Profile:
             raise UserError(f"{str(path)!r} is no profile of version {VERSION}: make one with `phasewise profile`")
         try:
             measured = [_measured(one) for one in plain["measured"]]
-            shape = Shape(**plain["shape"])
+            shape = DecoderShape(**plain["shape"])
             known = {name: plain[name] for name in ("machine", "model", "limits", "phasewise")}
             served = {name: Serving(**one) for name, one in plain.get("served", {}).items()}
             return cls(shape=shape, measured=measured, served=served, **known)
@@ -141,8 +141,12 @@ class Profile:
 
 
 def _measured(plain: Mapping[str, Any]) -> Measured:
-    lines: dict[Kind, Line] = {kind: Line(**plain["lines"][kind]) for kind in PATHS if kind in plain["lines"]}
-    held: dict[Kind, Held] = {kind: Held(**plain["held_out"][kind]) for kind in PATHS if kind in plain["held_out"]}
+    lines: dict[Kind, FittedLine] = {
+        kind: FittedLine(**plain["lines"][kind]) for kind in PATHS if kind in plain["lines"]
+    }
+    held: dict[Kind, HeldOutError] = {
+        kind: HeldOutError(**plain["held_out"][kind]) for kind in PATHS if kind in plain["held_out"]
+    }
     return Measured(
         str(plain["recipe"]), int(plain["threads"]), dict(plain["methods"]), lines, held, int(plain["row_bytes"]),
         dict(plain.get("beside", {})), dict(plain.get("shared", {})),
@@ -179,15 +183,15 @@ class Measuring:
     def _sizes(self, every: Sequence[Size]) -> Iterator[Size]:
         return iter(dict.fromkeys(spared(size, self.profiler.engine) for size in every))
 
-    def lines(self) -> tuple[dict[Kind, Line], dict[Kind, Held]]:
+    def lines(self) -> tuple[dict[Kind, FittedLine], dict[Kind, HeldOutError]]:
         """A line per path, and how far it is off on the sizes held out."""
-        lines: dict[Kind, Line] = {}
-        held: dict[Kind, Held] = {}
+        lines: dict[Kind, FittedLine] = {}
+        held: dict[Kind, HeldOutError] = {}
         for kind in PATHS:
             lines[kind] = fit([one for one in self.seen if path_of(one.step) == kind], kind)
             off = errors(lines[kind], [one for one in self.unseen if path_of(one.step) == kind])
             if off:
-                held[kind] = Held.of(off)
+                held[kind] = HeldOutError.of(off)
         return lines, held
 
 

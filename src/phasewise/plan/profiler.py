@@ -14,7 +14,7 @@ from phasewise.bench.prompts import Prompts
 from phasewise.engine.engine import Engine
 from phasewise.errors import UserError
 from phasewise.options import DEFAULTS
-from phasewise.plan.cost import Step
+from phasewise.plan.cost import StepWork
 from phasewise.plan.fit import Timed
 from phasewise.request.params import Params
 from phasewise.request.request import Request
@@ -167,9 +167,9 @@ def medians(runs: Sequence[Sequence[Timed]]) -> list[Timed]:
     return [Timed(same[0].step, statistics.median(one.seconds for one in same)) for same in zip(*runs, strict=True)]
 
 
-def _step(before: dict[Request, tuple[int, bool]]) -> Step:
+def _step(before: dict[Request, tuple[int, bool]]) -> StepWork:
     """Returns the work of a step, from where its requests were before and are now."""
-    step = Step()
+    step = StepWork()
     for request, (computed, prefilling) in before.items():
         rows = request.computed - computed
         if prefilling:

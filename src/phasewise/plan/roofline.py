@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from phasewise.errors import UserError
-from phasewise.plan.cost import Price, Step, counts
+from phasewise.plan.cost import Price, StepWork, counts
 from phasewise.plan.device import Device
-from phasewise.plan.shape import Shape
+from phasewise.plan.shape import DecoderShape
 
 MEMORY_POWER = 0.5  # of full power above idle while memory alone is busy: capping a GPU to half costs decode next to
 # nothing (arXiv 2311.18677)
@@ -21,7 +21,7 @@ class Roofline:
     of all devices, each as long as the step is with it."""
 
     device: Device
-    shape: Shape
+    shape: DecoderShape
     ways: int = 1
     stages: int = 1
 
@@ -41,7 +41,7 @@ class Roofline:
         return self.part.weight_bytes / self.stages
 
     @cached_property
-    def part(self) -> Shape:
+    def part(self) -> DecoderShape:
         """The part of the model that each device computes, as if it had all the layers."""
         return self.shape.split(self.ways)
 
@@ -51,17 +51,17 @@ class Roofline:
         one = self.device.kv_memory or self.device.memory - self._weight_bytes
         return one * self.ways * self.stages
 
-    def seconds(self, step: Step) -> float:
+    def seconds(self, step: StepWork) -> float:
         return self._times(step)[0]
 
-    def price(self, step: Step) -> Price:
+    def price(self, step: StepWork) -> Price:
         device = self.device
         seconds, compute, memory = self._times(step)
         busy = min(1.0, (compute + MEMORY_POWER * max(0.0, memory - compute)) / seconds) if seconds else 0.0
         watts = device.idle + (device.power - device.idle) * busy if device.power else 0.0
         return Price(seconds, watts * seconds * self.ways, device.price / 3600 * seconds * self.ways)
 
-    def _times(self, step: Step) -> tuple[float, float, float]:
+    def _times(self, step: StepWork) -> tuple[float, float, float]:
         """Seconds of a step, and of its arithmetic and its memory traffic alone."""
         device, tile = self.device, int(self.device.tile)
         if step.prefill_rows and tile > 1:
@@ -77,7 +77,7 @@ class Roofline:
         between = self._exchange(step) + self._pass_on(step)
         return max(compute, memory) + device.overhead * self.stages + between, compute, memory
 
-    def _exchange(self, step: Step) -> float:
+    def _exchange(self, step: StepWork) -> float:
         """Two sums over all ways per layer, each around a ring of them."""
         if self.ways == 1:
             return 0.0
@@ -85,7 +85,7 @@ class Roofline:
         each = sent / self.device.link if self.device.link else 0.0
         return 2 * self.shape.layers * (each + self.device.latency) * step.share
 
-    def _pass_on(self, step: Step) -> float:
+    def _pass_on(self, step: StepWork) -> float:
         """Rows go from stage to stage, each of the ways sending its part."""
         if self.stages == 1:
             return 0.0

@@ -13,8 +13,8 @@ from phasewise import catalog
 from phasewise.bench.goodput import SHARE
 from phasewise.errors import UserError
 from phasewise.plan.arrivals import Load
-from phasewise.plan.setting import Setting, Source
-from phasewise.plan.simulate import Best, Outcome, Scenario, goodput, run
+from phasewise.plan.setting import CostsByRole, ServerSetting
+from phasewise.plan.simulate import Best, LoadOutcome, Scenario, goodput, run
 from phasewise.request.params import SLO
 
 Goal = Literal["goodput", "cost", "power"]
@@ -47,7 +47,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Space:
+class SearchSpace:
     """The search space: every combination whose server has no more than `devices` devices."""
 
     devices: int
@@ -97,8 +97,8 @@ class Question:
 
     load: Load
     slo: SLO
-    source: Callable[[Choice], Source]
-    setting: Setting
+    source: Callable[[Choice], CostsByRole]
+    setting: ServerSetting
     goal: Goal = "goodput"
     precision: float = 0.02
 
@@ -115,7 +115,7 @@ class Question:
         policy = self.scenario(choice).policy()
         return (1 if policy is None else len(policy.worker_specs())) * choice.ways * choice.stages
 
-    def at(self, choice: Choice, rate: float) -> Outcome:
+    def at(self, choice: Choice, rate: float) -> LoadOutcome:
         return run(self.scenario(choice), self.load.jobs(self.slo, rate))
 
     def goodput(self, scenario: Scenario, guess: float) -> Best:
@@ -136,7 +136,7 @@ class Question:
 
 
 def search(
-    space: Space, question: Question, tell: Callable[[int], object] = lambda done: None, prune: bool = True
+    space: SearchSpace, question: Question, tell: Callable[[int], object] = lambda done: None, prune: bool = True
 ) -> list[Tried]:
     """All choices, the best first. With `prune`, one that fails at the rate per device of the second best so far is not
     measured further (as shares fall with the rate, it can be neither winner nor runner-up); the first two are the same.
@@ -167,7 +167,7 @@ def search(
     return sorted(found, key=lambda one: (one.pruned, -one.worth, one.devices, str(one.choice)))
 
 
-def _tried(choice: Choice, space: Space, question: Question, best: float) -> Tried | None:
+def _tried(choice: Choice, space: SearchSpace, question: Question, best: float) -> Tried | None:
     """None if it needs more devices than there are."""
     scenario = question.scenario(choice)
     devices = question.devices(choice)

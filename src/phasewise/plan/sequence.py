@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from phasewise.plan.drafts import NONE, Drafts
 from phasewise.request.params import SLO, Params
-from phasewise.request.request import Left
+from phasewise.request.request import Departure
 from phasewise.request.trace import Trace
 
 if TYPE_CHECKING:
-    from phasewise.plan.memory import Held
+    from phasewise.plan.memory import RequestKV
 
 _PARAMS, _SLO = Params(), SLO()  # of requests that ask for nothing else
 
@@ -38,7 +38,7 @@ class SimulatedRequest:
         self.pool = None
         self.first_token: float | None = None
         self.last_token: float | None = None
-        self.left: Left | None = None
+        self.left: Departure | None = None
         self.trace = Trace()
 
     # ---- what the router asks of a request
@@ -65,7 +65,7 @@ class SimulatedRequest:
         if self.first_token is None:
             self.first_token = now
         if self.n_out >= self.new:
-            self.left = Left("finished", "length")
+            self.left = Departure("finished", "length")
         return len(tokens)
 
     # ---- what came of it
@@ -149,7 +149,7 @@ class SimulatedSequence:
         self.depth = self.layers = self.gained = 0
         self.drafts: Drafts = NONE
         self.luck: Random | None = None  # of its guesses
-        self.kv: Held | None = None
+        self.kv: RequestKV | None = None
         self.slice: int | None = None  # rows of one under way
         self.state: dict[str, Any] = {}
         self.departs = False

@@ -10,7 +10,7 @@ from phasewise.bench.latency import ServedRequest
 from phasewise.bench.prompts import Prompts
 from phasewise.bench.workloads import Shot
 from phasewise.plan.beside import Beside
-from phasewise.plan.cost import Cost, Step
+from phasewise.plan.cost import Cost, StepWork
 
 PROMPTS, STREAMS = (32, 256), (1, 4, 8, 16)  # tokens of prompts that come alone, and requests that decode together
 EACH = 6  # prompts of each size
@@ -35,18 +35,18 @@ class Serving:
     request: float = 0.0
     beside: Beside = field(default_factory=dict)
 
-    def added(self, step: Step, done: int) -> float:
+    def added(self, step: StepWork, done: int) -> float:
         """Seconds that a step takes longer, with which so many prompts are `done`."""
         return self.step + self.token * step.emits + self.request * done if step.decode_rows else 0.0
 
 
-def prompt(rows: int) -> Step:
+def prompt(rows: int) -> StepWork:
     """A whole prompt in one step."""
-    return Step(prefill_rows=rows, pairs=rows * (rows + 1) / 2, prefixes=rows, ended=rows, emits=1)
+    return StepWork(prefill_rows=rows, pairs=rows * (rows + 1) / 2, prefixes=rows, ended=rows, emits=1)
 
 
-def decodes(requests: int, context: float) -> Step:
-    return Step(decode_rows=requests, context=round(requests * context), emits=requests)
+def decodes(requests: int, context: float) -> StepWork:
+    return StepWork(decode_rows=requests, context=round(requests * context), emits=requests)
 
 
 @dataclass
@@ -135,7 +135,7 @@ class Asking:
         return served[:streams], served[streams:]
 
 
-def among(step: Step, rows: int) -> Step:
+def among(step: StepWork, rows: int) -> StepWork:
     """A step of decodes, and a whole prompt with it."""
     alone = prompt(rows)
     return replace(alone, decode_rows=step.decode_rows, context=step.context, emits=step.emits + 1)

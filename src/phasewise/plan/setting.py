@@ -20,7 +20,7 @@ from phasewise.plan.link import LOCAL, Link
 from phasewise.plan.profile import Profile
 from phasewise.plan.roofline import Roofline
 from phasewise.plan.serving import Serving
-from phasewise.plan.shape import Shape
+from phasewise.plan.shape import DecoderShape
 from phasewise.plan.simulate import Scenario
 from phasewise.plan.simulated_cluster import ClusterLayout
 from phasewise.plan.simulated_engine import EngineSettings
@@ -28,7 +28,7 @@ from phasewise.verbs.schedule import Scheduler
 
 
 @dataclass(frozen=True)
-class Source:
+class CostsByRole:
     """A source of costs. `cost`: of a role with so many threads; `kv_bytes`: what a role's worker has for KV, None
     where that is the user's to say; `beside`: how workers of so many threads slow each other down, `shared`: on the
     same cores; `served`: what a server adds, by whether it has workers; `machine`: all workers of a server share one
@@ -46,21 +46,21 @@ class Source:
     stages: int = 1
 
 
-def measured(profile: Profile, recipe: str = "") -> Source:
+def measured(profile: Profile, recipe: str = "") -> CostsByRole:
     """A machine as it was measured."""
 
     def cost(role: str, threads: int | None) -> Cost:
         return profile.of(recipe, threads).cost
 
     one = profile.of(recipe)
-    return Source(
+    return CostsByRole(
         cost, lambda role: None, one.row_bytes, profile.shape.layers, int(profile.machine.get("cores", 1)),
         lambda threads: profile.of(recipe, threads).beside, lambda threads: profile.of(recipe, threads).shared,
         lambda workers: profile.served.get("workers" if workers else "engine", Serving()), machine=True,
     )  # fmt: skip
 
 
-def known(devices: Mapping[str, str], ways: int, shape: Shape, stages: int = 1) -> Source:
+def known(devices: Mapping[str, str], ways: int, shape: DecoderShape, stages: int = 1) -> CostsByRole:
     """Devices by their files, or measured, by role; "" stands for all roles that are not named. Raises UserError."""
 
     def priced(name: str) -> Roofline | TableCost:
@@ -78,7 +78,7 @@ def known(devices: Mapping[str, str], ways: int, shape: Shape, stages: int = 1) 
             raise UserError(f"no device is given for {role} workers: add {role}=DEVICE, or name one for all")
         return found
 
-    return Source(
+    return CostsByRole(
         lambda role, threads: of(role), lambda role: int(of(role).kv_bytes), int(shape.row_bytes), shape.layers, 1,
         stages=stages,
     )  # fmt: skip
@@ -98,7 +98,7 @@ def devices(text: str) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Setting:
+class ServerSetting:
     """Methods and limits of a simulated server. `kv_bytes`: of all workers together, None: what their devices have."""
 
     schedule: str = DEFAULTS["schedule"]
@@ -110,7 +110,7 @@ class Setting:
     revive: float = 1.0
     drafts: Drafts = NONE
 
-    def scenario(self, source: Source, replicas: int, deaths: Sequence[tuple[float, int]], seed: int) -> Scenario:
+    def scenario(self, source: CostsByRole, replicas: int, deaths: Sequence[tuple[float, int]], seed: int) -> Scenario:
         """Raises UserError for what does not fit together."""
         if self.max_running < 1 or replicas < 1:
             raise UserError(f"max_running={self.max_running} and replicas={replicas} must be at least 1")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Shape:
+class DecoderShape:
     """A decoder's sizes. `experts` and `chosen`: of a mixture's layer, 0 and 0 of a dense one, whose MLP has
     `intermediate` columns each. `width`: bytes of a weight; `kv_width`: of a cached number."""
 
@@ -30,7 +30,7 @@ class Shape:
     kv_width: float = 2.0
 
     @classmethod
-    def of(cls, config: ModelConfig, width: float = 2.0, kv_width: float = 2.0) -> Shape:
+    def of(cls, config: ModelConfig, width: float = 2.0, kv_width: float = 2.0) -> DecoderShape:
         """Read a model's shape. Where only some layers are mixtures, all are taken to be as most are."""
         mixtures = [moe for moe in config.moe if moe is not None]
         moe = mixtures[0] if 2 * len(mixtures) > config.layers else None
@@ -70,7 +70,7 @@ class Shape:
             return 1.0
         return self.experts * (1 - (1 - self.chosen / self.experts) ** rows)
 
-    def split(self, ways: int) -> Shape:
+    def split(self, ways: int) -> DecoderShape:
         """Returns each device's part of every layer among `ways` (tensor parallelism). Raises UserError."""
         if ways < 1 or self.heads % ways or self.kv_heads % ways or self.intermediate % ways:
             raise UserError(

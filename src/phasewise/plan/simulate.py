@@ -43,7 +43,7 @@ class Scenario:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class LoadOutcome:
     """The outcome of a load. `seconds`: until the last request left; `workers`: the number of workers."""
 
     jobs: Sequence[SimulatedRequest]
@@ -105,7 +105,7 @@ def _known(spent: Sequence[float]) -> float | None:
 
 def run(
     scenario: Scenario, jobs: Sequence[SimulatedRequest], tell: Callable[[int], object] = lambda done: None
-) -> Outcome:
+) -> LoadOutcome:
     """Let everybody arrive and leave; `tell` hears, now and then, how many have left."""
     left = list[SimulatedRequest]()
 
@@ -134,7 +134,7 @@ def run(
             _arrive_at(cluster, own, scenario.lag)
             cluster.run()
     now = max(cluster.loop.now for cluster in clusters)
-    return Outcome(jobs, clusters, max((job.last_token for job in left if job.last_token is not None), default=now))
+    return LoadOutcome(jobs, clusters, max((job.last_token for job in left if job.last_token is not None), default=now))
 
 
 def _dealt(jobs: Sequence[SimulatedRequest], scenario: Scenario) -> list[list[SimulatedRequest]]:

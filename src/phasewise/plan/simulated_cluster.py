@@ -31,7 +31,7 @@ from phasewise.plan.sequence import SimulatedRequest
 from phasewise.plan.serving import Serving
 from phasewise.plan.simulated_engine import EngineSettings, SimulatedEngine
 from phasewise.plan.simulated_worker import SimulatedWorker
-from phasewise.request.request import Left
+from phasewise.request.request import Departure
 from phasewise.verbs.host import ENDLESS
 
 ALONE = WorkerSpec("all", ("prefill", "decode"), 1.0)  # the engine of a placement without workers
@@ -253,7 +253,7 @@ class SimulatedCluster:
             self.launcher.refresh()
             self.router.add(cast(Any, request))
         except UserError as error:
-            request.left = Left("failed", str(error))
+            request.left = Departure("failed", str(error))
             self.over(request)
             return
         if not self._watched:
@@ -297,7 +297,7 @@ class SimulatedCluster:
                 request = self._requests[event["id"]]
                 request.emit(event["tokens"], (), self.loop.now)
                 if event["left"] is not None:
-                    request.left = Left(*event["left"])
+                    request.left = Departure(*event["left"])
                     del self._requests[request.id]
                     self.over(request)
 

@@ -12,7 +12,7 @@ from phasewise.engine.queues import Queues
 from phasewise.errors import UserError
 from phasewise.kv.buffer import Ledger, stride
 from phasewise.plan.beside import Beside, slowed
-from phasewise.plan.cost import Cost, Step
+from phasewise.plan.cost import Cost, StepWork
 from phasewise.plan.drafts import NONE, Drafts
 from phasewise.plan.fit import Path, path_of
 from phasewise.plan.memory import NumberRuntime, NumberStore
@@ -194,10 +194,10 @@ class SimulatedEngine:
                 self._found = True
             self.queues.move(cast(Any, job), self.queues.running)
 
-    def _step(self, works: Sequence[Work]) -> tuple[Step, int]:
+    def _step(self, works: Sequence[Work]) -> tuple[StepWork, int]:
         """Sum up what the works compute, and count the prompts that are done with it. A part of the depth counts as a
         part of the rows."""
-        step, done = Step(), 0
+        step, done = StepWork(), 0
         decodes = context = 0
         self.guesses = 0
         for work in works:

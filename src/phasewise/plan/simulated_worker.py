@@ -19,7 +19,7 @@ from phasewise.kv.buffer import rounded
 from phasewise.plan.cost import Cost
 from phasewise.plan.event_loop import EventLoop, Turn
 from phasewise.plan.link import Network
-from phasewise.plan.memory import Held
+from phasewise.plan.memory import RequestKV
 from phasewise.plan.sequence import SimulatedSequence
 from phasewise.plan.simulated_engine import SimulatedEngine
 
@@ -41,7 +41,7 @@ class SimulatedPush:
     known to have taken."""
 
     attempt: int
-    kv: Held | None = None
+    kv: RequestKV | None = None
     sent: int = 0
     count: int = 0
     pieces: dict[int, int] = field(default_factory=dict)
@@ -299,7 +299,7 @@ class SimulatedWorker:
         """Go on with a request whose KV is here."""
         packed, engine = command["packed"], self.engine
         job = SimulatedSequence(packed["source"], command["attempt"], packed["computed"])
-        job.kv = Held(engine.store, packed["cap"])
+        job.kv = RequestKV(engine.store, packed["cap"])
         job.kv.spare -= job.computed
         engine.resume(job)
         self.jobs[job.id] = job

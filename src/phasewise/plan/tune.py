@@ -65,7 +65,7 @@ class Weigh(Protocol):
 
 
 @dataclass
-class Budget:
+class RungBudget:
     """Rounds and examples of the first rung; each further one has twice as many, for half of the candidates. `final`:
     those of what is reported."""
 
@@ -87,7 +87,7 @@ class Tuner:
     default: Candidate = field(default_factory=lambda: Candidate(BenchSetting(DEFAULT), lossy=False))
     _round: int = 0
 
-    def run(self, settings: Sequence[BenchSetting], budget: Budget) -> list[Candidate]:
+    def run(self, settings: Sequence[BenchSetting], budget: RungBudget) -> list[Candidate]:
         """The finalists, the default among them, measured in full; the best that is allowed comes first.
 
         Raises UserError where the default itself cannot run.
@@ -151,7 +151,7 @@ class Tuner:
             else:
                 _timed(one, run.trials)
 
-    def _final(self, alive: list[Candidate], budget: Budget) -> list[Candidate]:
+    def _final(self, alive: list[Candidate], budget: RungBudget) -> list[Candidate]:
         """On examples that nothing was chosen by."""
         rounds, examples = budget.final
         best = alive[:FINALISTS]

@@ -57,7 +57,7 @@ class Assumed:
 
 
 @dataclass(frozen=True)
-class Window:
+class TrafficWindow:
     """A server's traffic over some time. `share`: of the requests, those within each target, as the histograms tell
     it: in a straight line within a bucket."""
 
@@ -89,7 +89,7 @@ def read(url: str) -> Counter[str]:
     return found
 
 
-def window(before: Counter[str], after: Counter[str], seconds: float, assumed: Assumed) -> Window | None:
+def window(before: Counter[str], after: Counter[str], seconds: float, assumed: Assumed) -> TrafficWindow | None:
     """Returns the traffic between two readings; None if too few requests left to tell. A server that started anew in
     between counts from its start."""
     if after[COUNTS["came"]] < before[COUNTS["came"]]:
@@ -103,7 +103,7 @@ def window(before: Counter[str], after: Counter[str], seconds: float, assumed: A
         edges = sorted((float(k.rpartition("/")[2]), after[k] - before[k]) for k in after if k.startswith(f"{key}_b"))
         if target is not None and edges and edges[-1][1]:
             share[name] = _below(edges, target)
-    return Window(seconds, int(seen["left"]), seen["came"] / seconds, seen["prompt"] / seen["came"],
+    return TrafficWindow(seconds, int(seen["left"]), seen["came"] / seconds, seen["prompt"] / seen["came"],
                   seen["new"] / seen["left"], share)  # fmt: skip
 
 
@@ -118,7 +118,7 @@ def _below(edges: list[tuple[float, int]], target: float) -> float:
     return 1.0
 
 
-def misfits(assumed: Assumed, seen: Window, drift: float) -> list[str]:
+def misfits(assumed: Assumed, seen: TrafficWindow, drift: float) -> list[str]:
     """Returns what differs from the plan's assumptions by more than a part `drift`; of shares in time, by that part of
     those that may be late."""
     found = []

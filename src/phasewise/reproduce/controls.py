@@ -24,7 +24,7 @@ from phasewise.methods.evict.tova import Tova
 from phasewise.methods.evict.zipvl import Zipped, ZipVL
 from phasewise.methods.skip.lazyllm import Lazy, LazyLLM
 from phasewise.methods.store._approximated import Approximated
-from phasewise.methods.store._cachegen.chunked import Chunked, Cut
+from phasewise.methods.store._cachegen.chunked import Chunked, ChunkPlan
 from phasewise.methods.store._grouped import Grouped
 from phasewise.request.request import Request
 from phasewise.step.phase import Hidden
@@ -270,7 +270,7 @@ class Coarse(Control, Storing):
 class _Coarse(Chunked):
     def __init__(self, steps: int, shapes: Sequence[KVShape]) -> None:
         self.alike = steps
-        super().__init__(Cut(2, 256, 1, 2.0), shapes)
+        super().__init__(ChunkPlan(2, 256, 1, 2.0), shapes)
 
     def _steps(self, level: int, layer: int) -> tuple[int, int]:
         return self.alike, self.alike

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from phasewise.methods.evict.rlkv import RLKV, Cut
+from phasewise.methods.evict.rlkv import RLKV, CutHeads
 from phasewise.reproduce.controls import Control, drawn
 from phasewise.step.plan import Window
 from phasewise.verbs.host import Host
@@ -26,11 +26,11 @@ class OtherHeads(Control):
     def traits(self) -> Traits:
         return self.of.traits
 
-    def bind(self, host: Host) -> Cut | None:
+    def bind(self, host: Host) -> CutHeads | None:
         config = host.model.config
         if self.gates == "random":
             gates = torch.rand(config.layers, config.kv_heads, generator=drawn("heads", self.seed))
         else:
             gates = -host.artefact(self.of.artefact(config), self.of.weights)["gates"]
         cut = self.of.cut(gates).to(host.model.device)
-        return Cut(cut, Window(self.of.sinks, self.of.window)) if bool(cut.any()) else None
+        return CutHeads(cut, Window(self.of.sinks, self.of.window)) if bool(cut.any()) else None

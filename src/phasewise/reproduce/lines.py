@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phasewise.methods.attend._lines import Lines
+from phasewise.methods.attend._lines import AttentionLines
 from phasewise.methods.attend.loopserve import Looping, LoopServe
 from phasewise.reproduce.controls import Control, drawn
 from phasewise.step.read import Read
@@ -33,9 +33,9 @@ class RandomLines(Control):
 class _RandomLines(Looping):
     ranks = False
 
-    def lines(self, read: Read) -> Lines:
+    def lines(self, read: Read) -> AttentionLines:
         found, about = super().lines(read), (read.span.request.prompt[-8:], read.layer)
-        return Lines(*(self._drawn(kind, drawn(*about, i)) for i, kind in enumerate(found)))
+        return AttentionLines(*(self._drawn(kind, drawn(*about, i)) for i, kind in enumerate(found)))
 
     @staticmethod
     def _drawn(kind: Tensor, gen: torch.Generator) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from phasewise.methods.attend.infllm import BlockMeans, InfLLM
-from phasewise.methods.attend.instinfer import InstInfer, Runtime
+from phasewise.methods.attend.instinfer import InstInfer, SparFRuntime
 from phasewise.methods.attend.tidal import Picker, Tidal
 from phasewise.methods.attend.token_select import TokenSelect
 from phasewise.reproduce.controls import Control, drawn
@@ -127,8 +127,8 @@ class RandomKept(Control):
     def traits(self) -> Traits:
         return self.of.traits
 
-    def bind(self, host: Host) -> Runtime:
-        return Runtime(self.of, host, _drawn_votes)
+    def bind(self, host: Host) -> SparFRuntime:
+        return SparFRuntime(self.of, host, _drawn_votes)
 
 
 def _drawn_votes(read: Read, votes: Tensor) -> Tensor:

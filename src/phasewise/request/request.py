@@ -23,7 +23,7 @@ _ids = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class Departure:
     """How a request left: `finished` (stop | length), `cancelled`, or `failed` (reason is the text of the error), be it
     for what it `asked`."""
 
@@ -71,7 +71,7 @@ class Request:
         self.high_water = 0  # rows ever computed: what lies below it is recomputation
         self.departs = False  # leaves for another engine when its prompt is done, even if this one could go on
         self.parent: Request | None = None  # a sibling of `parent` waits for its prefill and forks its KV
-        self.left: Left | None = None
+        self.left: Departure | None = None
         self.scores: dict[int, Score] = {}  # by position, of the tokens whose likelihood it asks for
         self.recalled = 0  # rows of its prompt that were given: another request's, or made of another model's
         self.pool: Pool | None = None  # of its prompt's rows, if it asks for a vector
@@ -136,15 +136,15 @@ class Request:
         taken = 0
         for token in tokens:
             if not self.params.max_tokens:  # it is for its prompt alone
-                self.left = Left("finished", "length")
+                self.left = Departure("finished", "length")
                 break
             self.tokens.append(token)
             taken += 1
             ends = token in self.params.stop_tokens or (token in eos and not self.params.ignore_eos)
             if ends or (self.watch is not None and self.watch(token)):
-                self.left = Left("finished", "stop")
+                self.left = Departure("finished", "stop")
             elif self.n_out >= self.params.max_tokens:
-                self.left = Left("finished", "length")
+                self.left = Departure("finished", "length")
             if self.left:
                 break
         if taken:

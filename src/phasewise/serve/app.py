@@ -101,12 +101,11 @@ def create_app(
     that the policy asks for."""
     from fastapi import FastAPI
     from starlette.exceptions import HTTPException
-    from starlette.responses import Response
 
     from phasewise import __version__
     from phasewise.errors import PhasewiseError
-    from phasewise.serve.described import POSTED, answers, asks, describe, error_of
-    from phasewise.serve.guard.gate import OPEN, Gate
+    from phasewise.serve.described import describe
+    from phasewise.serve.guard.gate import Gate
     from phasewise.serve.guard.keys import KeyRing
     from phasewise.serve.reloader import Reloader
     from phasewise.serve.service import Service
@@ -130,6 +129,21 @@ def create_app(
     if keys is not None:
         service.metrics.registry.register(keys)
     app.add_middleware(Gate, service=service, keys=keys, policy=policy, tracer=tracer)
+    add_routes(app, service)
+    show(app, service, keys, policy)
+    describe(app)
+    for error in (PhasewiseError, HTTPException, Exception):
+        app.add_exception_handler(error, service.refuse)
+    return app
+
+
+def add_routes(app: FastAPI, service: Service) -> None:
+    """Adds the endpoints, each described with what it answers."""
+    from starlette.responses import Response
+
+    from phasewise.serve.described import POSTED, answers, asks, error_of
+    from phasewise.serve.guard.gate import OPEN
+
     plain = Response  # a body that FastAPI does not describe
     health = answers() | {503: {**answers()[200], "description": "The engine has failed, or the server shuts down."}}
     app.add_api_route("/health", service.health, responses=health, response_class=plain)
@@ -149,11 +163,6 @@ def create_app(
         app.add_api_route(
             path, endpoint, methods=["POST"], responses=posted, response_class=plain, openapi_extra=asks(kind)
         )
-    show(app, service, keys, policy)
-    describe(app)
-    for error in (PhasewiseError, HTTPException, Exception):
-        app.add_exception_handler(error, service.refuse)
-    return app
 
 
 def show(app: FastAPI, service: Service, keys: KeyRing | None, policy: ServePolicy) -> None:

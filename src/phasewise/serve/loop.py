@@ -24,7 +24,7 @@ import torch
 
 from phasewise.errors import UserError
 from phasewise.ops.native import release_threads
-from phasewise.request.request import Left, Request
+from phasewise.request.request import Departure, Request
 from phasewise.request.score import Score
 from phasewise.request.trace import Trace
 from phasewise.serve.failures import ServerBusy, Unavailable
@@ -53,7 +53,7 @@ class OutputStream:
     arrived: float = field(default_factory=time.monotonic)
     tokens: list[int] = field(default_factory=list)
     scores: dict[int, Score] = field(default_factory=dict)  # by position, of tokens that have arrived
-    left: Left | None = None
+    left: Departure | None = None
     trace: Trace | None = None  # from when it has left
     exchange: RequestContext | None = field(default_factory=CURRENT.get)  # which it is part of
     posted: int = field(init=False)  # the engine thread's: how many of the request's tokens are on their way ...
@@ -78,7 +78,7 @@ class Snapshot:
     by_recipe: dict[str, dict[str, int]] = field(default_factory=dict)  # those that belong to single requests
 
 
-News = tuple[OutputStream, list[int], dict[int, Score], Left | None, Trace | None]
+News = tuple[OutputStream, list[int], dict[int, Score], Departure | None, Trace | None]
 
 
 class EngineLoop:
@@ -280,7 +280,7 @@ class EngineLoop:
         """Stepping itself is broken: nobody can be served any more."""
         log.exception("the engine has failed; every live request fails with it")
         self.failed = f"{type(error).__name__}: {error}"
-        left = Left("failed", f"the engine has failed ({self.failed})")
+        left = Departure("failed", f"the engine has failed ({self.failed})")
         feeds, self._feeds = list(self._feeds.values()), {}
         self._look()
         self.tell(self._deliver, [(feed, [], {}, left, feed.request.trace) for feed in feeds])

@@ -27,7 +27,7 @@ SELF = "self"  # in place of a second model's name
 APART = 1 << 16  # more numbers than any node draws
 
 
-class Asked(NamedTuple):
+class NodeRequest(NamedTuple):
     """A node whose children are asked for (-1: the request's last token), and what may follow it: probabilities
     float32 [V], by the request's own rules. Where it is greedy, the second model's, its choice the largest."""
 
@@ -87,7 +87,7 @@ class Tree:
         return Draft(self.tokens, self.parents, drawn, torch.stack(self.q))
 
 
-class Shape(Protocol):
+class TreeShape(Protocol):
     """Which guesses a tree is made of. Whether there is another child of a node may hang on what is known before it is
     drawn, never on which token it turns out to be; siblings stay in the order they were drawn in.
     """
@@ -108,7 +108,7 @@ class Shape(Protocol):
         """The most nodes that are asked for when so many levels are."""
         ...
 
-    def grow(self, tree: Tree, asked: Sequence[Asked]) -> list[int]:
+    def grow(self, tree: Tree, asked: Sequence[NodeRequest]) -> list[int]:
         """Add children of the nodes asked for. -> those to ask for next; none where a tree is full"""
         ...
 
@@ -142,7 +142,7 @@ class Grower(Drafter):
     """The runtime of drafters that grow trees of a second model. The first `chunk` tokens of a prompt that it has still
     to read are read at once, more of them in pieces, and meanwhile nothing is guessed."""
 
-    def __init__(self, host: Host, companion: Lane, shape: Shape, chunk: int) -> None:
+    def __init__(self, host: Host, companion: Lane, shape: TreeShape, chunk: int) -> None:
         self.host, self.shape, self.chunk = host, shape, chunk
         self.companion: Lane = companion
         self.thoughts = False
@@ -206,7 +206,7 @@ class Grower(Drafter):
         while asked:
             after: list[tuple[Tree, list[int]]] = []
             for (tree, nodes), rows in zip(asked, self._thought(x, asked)):
-                following = self.shape.grow(tree, [Asked(node, q) for node, q in zip(nodes, rows)])
+                following = self.shape.grow(tree, [NodeRequest(node, q) for node, q in zip(nodes, rows)])
                 if self.thoughts or nodes == [-1]:
                     tree.thoughts |= {tree.path(node): q for node, q in zip(nodes, rows)}
                 if following and level < tree.levels:
@@ -249,7 +249,7 @@ class Grower(Drafter):
         return [list(islice(thought, len(nodes))) for _, nodes in asked]
 
 
-def grower(host: Host, name: str, model: str, shape: Shape, chunk: int) -> Grower:
+def grower(host: Host, name: str, model: str, shape: TreeShape, chunk: int) -> Grower:
     """Of a drafter called `name` and a second model by name or path, or the engine's own (SELF). Raises UserError if
     the vocabularies differ."""
     second = host.model if model == SELF else host.load(model)

@@ -24,14 +24,14 @@ STATED = 1 << 16  # kinds from here on are likelihoods that were stated, in thou
 DEEPEST, LAST_RANK = 7, 3  # of kinds of guesses: what is deeper or further behind counts with these
 
 
-class Line(NamedTuple):
+class CostLine(NamedTuple):
     """Seconds of a step: `base` as it is, `row` more for every further row."""
 
     base: float
     row: float
 
 
-class Costs:
+class StepCosts:
     """What steps take by their rows, for about as many requests.
 
     The time of a step of one row is forgotten quickly, for machines change their speed within seconds. What a further
@@ -66,12 +66,12 @@ class Costs:
         if line is not None and requests < rows <= MOST_ROWS:
             self._differ(requests, requests, line.base, rows, seconds)
 
-    def near(self, requests: int) -> Line | None:
+    def near(self, requests: int) -> CostLine | None:
         """Of a step of so many requests' pending tokens, and a few rows more; None before any was seen."""
         if not self._weight:
             return None
         share, one = self._share(requests), self._total / self._weight
-        return Line(one * (1 + share * (requests - 1)), one * share)
+        return CostLine(one * (1 + share * (requests - 1)), one * share)
 
     def _share(self, requests: int) -> float:
         joint, apart = self._slopes.get(ALL, (0.0, 0.0))
@@ -116,14 +116,14 @@ def reached(parents: Sequence[int], chances: Sequence[float]) -> list[float]:
     return found
 
 
-class Plan(NamedTuple):
+class DraftPlan(NamedTuple):
     """How many of each request's guesses are worth their rows, and the mean gain in the logarithm of their speeds."""
 
     sizes: list[int]
     gain: float
 
 
-def plan(likely: Sequence[Sequence[float]], cost: Line) -> Plan:
+def plan(likely: Sequence[Sequence[float]], cost: CostLine) -> DraftPlan:
     """The numbers of guesses that make the product of all requests' speeds largest (proportional fairness), by one
     guess after another.
 
@@ -136,7 +136,7 @@ def plan(likely: Sequence[Sequence[float]], cost: Line) -> Plan:
     ahead = [(-math.log1p(each[0]), i) for i, each in enumerate(likely) if each]
     heapify(ahead)
     least = n * math.log1p(cost.row / (cost.base + cost.row * most))  # no guess costs less, the later the cheaper
-    best, gain, seconds = Plan(list(sizes), 0.0), 0.0, cost.base
+    best, gain, seconds = DraftPlan(list(sizes), 0.0), 0.0, cost.base
     while ahead and -ahead[0][0] > least:
         worth, i = -ahead[0][0], ahead[0][1]
         gain += worth - n * math.log1p(cost.row / seconds)
@@ -144,7 +144,7 @@ def plan(likely: Sequence[Sequence[float]], cost: Line) -> Plan:
         tokens[i] += likely[i][sizes[i]]
         sizes[i] += 1
         if gain > best.gain:
-            best = Plan(list(sizes), gain)
+            best = DraftPlan(list(sizes), gain)
         left = likely[i][sizes[i]] if sizes[i] < len(likely[i]) else 0.0
         heapreplace(ahead, (-math.log1p(left / tokens[i]), i))
-    return Plan(best.sizes, best.gain / n if n else 0.0)
+    return DraftPlan(best.sizes, best.gain / n if n else 0.0)

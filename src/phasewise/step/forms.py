@@ -16,7 +16,7 @@ from torch import Tensor
 
 from phasewise.kv.blocks import SIDES, marking
 from phasewise.kv.packed import Later, ahead, packed
-from phasewise.kv.part import Part
+from phasewise.kv.part import KVPart
 from phasewise.ops.native.stack import StackSpan
 from phasewise.step.span import Span
 
@@ -97,7 +97,7 @@ def natively(span: Span, flat: ContiguousView, cuts: Sequence[BlockCut], whole: 
     return whole._replace(sealed=tables[forms[0]], size=size, pieces=tuple(rows))
 
 
-def parts(cache: LayerKV, found: Sequence[Group]) -> list[Part]:
+def parts(cache: LayerKV, found: Sequence[Group]) -> list[KVPart]:
     """What each group reads of a layer. Blocks are opened once for all, and only where no kernel reads them packed."""
     (whole,), sealed = cache.read(), cache.sealed
     assert sealed is not None
@@ -116,6 +116,6 @@ def parts(cache: LayerKV, found: Sequence[Group]) -> list[Part]:
     return made
 
 
-def _formed(sealed: Sealed, whole: Part, group: Group, after: Sequence[int]) -> list[Tensor]:
+def _formed(sealed: Sealed, whole: KVPart, group: Group, after: Sequence[int]) -> list[Tensor]:
     """Keys and values as a group reads them, opened."""
     return [sealed.formed(side, whole.planes[side], group.upto[side], whole.n, after) for side in SIDES]

@@ -43,7 +43,7 @@ class _Entry:
     late: Sequence[int] = ()
 
 
-class Step:
+class OpenStep:
     """The open path: the context a layer runs in (`rotary`, `attend`, `count`), for one forward over `batch`."""
 
     def __init__(self, model: Model, batch: Batch, counters: Counters, taps: set[int]) -> None:
@@ -231,7 +231,7 @@ def forward(
     if fit:
         opened = [not isinstance(each, Lowered) for each in found]
         return _apart(batch, fit, opened, NativeStep(model, counters, room, taps))
-    return Step(model, batch, counters, taps).run()
+    return OpenStep(model, batch, counters, taps).run()
 
 
 def _apart(batch: Batch, lowered: Sequence[Lowered], opened: Sequence[bool], step: NativeStep) -> Hidden:
@@ -243,7 +243,7 @@ def _apart(batch: Batch, lowered: Sequence[Lowered], opened: Sequence[bool], ste
     places: dict[int, tuple[int, slice]] = {}
     for way, spans in enumerate(groups):
         own = Batch(spans, model.device)
-        results.append(step.run(own, lowered) if way == 0 else Step(model, own, counters, step.taps).run())
+        results.append(step.run(own, lowered) if way == 0 else OpenStep(model, own, counters, step.taps).run())
         places |= {id(span): (way, span.slice) for span in spans}
     counters.forwards += 1
     start = 0

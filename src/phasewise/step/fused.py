@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from phasewise.ops.native.spans import Common
-from phasewise.ops.native.stack import SLICE, Halves, Rows, Stack, StackSpan, Turns
+from phasewise.ops.native.stack import SLICE, Halves, PassBuffers, Stack, StackSpan, Turns
 from phasewise.step.batch import Batch
 from phasewise.step.half import run_halves
 from phasewise.step.lower import Lowered, windows_of
@@ -121,7 +121,7 @@ class NativeStep:
                 self.counters.kv_bytes_read += self._reads(span, parts[i])
         if by_layer or self.taps or any(span.hidden is not None for span in spans):
             plain = [i for i in range(len(spans)) if i not in by_layer]
-            rows = Rows(x, *self.room.between(batch.rows, *stack.heads))
+            rows = PassBuffers(x, *self.room.between(batch.rows, *stack.heads))
             commons = self._commons(spans, parts, plain)
             halves = Halves(stack, numbers, turns, parts, rows, commons)
             return run_halves(self.model, batch, halves, by_layer, self.counters, self.taps)

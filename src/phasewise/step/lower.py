@@ -29,7 +29,7 @@ from phasewise.ops.native.choice import (
     Ballot,
     Candidates,
     Chosen,
-    Rest,
+    UnlistedRest,
     Ways,
     takes,
 )
@@ -37,7 +37,17 @@ from phasewise.ops.native.choice import choose as choose_slots
 from phasewise.ops.native.stack import Stack, StackSpan
 from phasewise.ops.native.weighed import MOST_SHARING, Weighs
 from phasewise.step import forms
-from phasewise.step.plan import EVERYTHING, FULL, AttentionPlan, Blocks, Custom, KernelScores, LayerPicks, TopK, Window
+from phasewise.step.plan import (
+    EVERYTHING,
+    FULL,
+    AttentionPlan,
+    Custom,
+    KernelScores,
+    LayerPicks,
+    ReadBlocks,
+    TopK,
+    Window,
+)
 
 if TYPE_CHECKING:
     from phasewise.kv.contiguous import ContiguousView
@@ -319,7 +329,7 @@ def _chosen(span: Span, flat: ContiguousView, whole: StackSpan, stack: Stack, hi
     choice: Chosen | str = "a function chooses what rows read"
     if isinstance(plan.keys, TopK):
         choice = _top_k(plan.keys, span, flat)
-    elif isinstance(plan.keys, Blocks):
+    elif isinstance(plan.keys, ReadBlocks):
         choice = _by_position(plan.keys, span, flat)
     elif isinstance(plan.keys, LayerPicks):
         choice = _picks(plan.keys, span, flat)
@@ -416,7 +426,7 @@ def _turn(kernel: KernelScores, table: VectorTable, layers: Sequence[int], posit
     return [turn for turn in found if turn is not None]
 
 
-def _by_position(keys: Blocks, span: Span, flat: ContiguousView) -> Chosen | str:
+def _by_position(keys: ReadBlocks, span: Span, flat: ContiguousView) -> Chosen | str:
     """The blocks that a single row reads, the same in all layers and heads."""
     own, shape = span.positions[0] // keys.block, flat.layers[0].shape
     lists = _block_list(keys, own, shape.heads)
@@ -428,7 +438,7 @@ def _by_position(keys: Blocks, span: Span, flat: ContiguousView) -> Chosen | str
 
 
 @lru_cache(maxsize=64)
-def _block_list(keys: Blocks, own: int, heads: int) -> Tensor:
+def _block_list(keys: ReadBlocks, own: int, heads: int) -> Tensor:
     """The slots of the blocks before its own that a row in block `own` reads, int32 [heads, S], increasing."""
     blocks = torch.tensor([block for block in keys.of(own) if block < own], dtype=torch.int32)
     slots = blocks[:, None] * keys.block + torch.arange(keys.block, dtype=torch.int32)
@@ -465,7 +475,7 @@ def _given(keys: Custom, span: Span, flat: ContiguousView, stack: Stack) -> Chos
 
 
 # ---- the same for single rows, layer by layer
-def choose(keys: TopK, singles: Mapping[int, tuple[Read, Any]]) -> dict[int, tuple[Tensor, Rest | None]]:
+def choose(keys: TopK, singles: Mapping[int, tuple[Read, Any]]) -> dict[int, tuple[Tensor, UnlistedRest | None]]:
     """The slots int32 [h, 1, S] that single rows read at one layer, increasing, of those whose choice kernels make, and
     what stands for the rest. Each has its index; what is read of index and keys is counted."""
     kernel = keys.scorer.kernel
@@ -485,7 +495,7 @@ def choose(keys: TopK, singles: Mapping[int, tuple[Read, Any]]) -> dict[int, tup
     shapes: dict[int, list[int]] = {}  # a call takes one
     for i, ballot in ballots.items():
         shapes.setdefault(ballot.k.shape[0], []).append(i)
-    found: dict[int, tuple[Tensor, Rest | None]] = {}
+    found: dict[int, tuple[Tensor, UnlistedRest | None]] = {}
     for members in shapes.values():
         for i, slots in zip(members, choose_slots([ballots[i] for i in members])):
             read, index = singles[i]
@@ -505,13 +515,13 @@ def _ballot(keys: TopK, kernel: KernelScores, read: Read, index: Standing) -> Ba
         struct.point("turn", turn)
         struct.turned = turn.shape[1]
     if index.sums is not None:
-        rest = Rest(index.sums.new_empty(read.q.shape[1]), torch.empty_like(index.sums))
+        rest = UnlistedRest(index.sums.new_empty(read.q.shape[1]), torch.empty_like(index.sums))
     k, scale, v, v_scale = part.planes if len(part.planes) == 4 else (part.planes[0], None, part.planes[-1], None)
     among = candidates(keys, kernel, n, read.q.shape[2])
     return Ballot(read.q, k, scale, among, index.upto, struct, v, v_scale, rest)
 
 
-def _pages(keys: TopK, singles: Mapping[int, tuple[Read, Any]]) -> dict[int, tuple[Tensor, Rest | None]]:
+def _pages(keys: TopK, singles: Mapping[int, tuple[Read, Any]]) -> dict[int, tuple[Tensor, UnlistedRest | None]]:
     """The same by upper bounds of pages."""
     pages: dict[int, listed.Pages] = {}
     for i, (read, index) in singles.items():
@@ -527,7 +537,7 @@ def _pages(keys: TopK, singles: Mapping[int, tuple[Read, Any]]) -> dict[int, tup
     shapes: dict[int, list[int]] = {}
     for i, page in pages.items():
         shapes.setdefault(page.low.shape[0], []).append(i)
-    found: dict[int, tuple[Tensor, Rest | None]] = {}
+    found: dict[int, tuple[Tensor, UnlistedRest | None]] = {}
     for members in shapes.values():
         found |= {i: (slots, None) for i, slots in zip(members, listed.choose([pages[i] for i in members]))}
     return found

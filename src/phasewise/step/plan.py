@@ -35,10 +35,10 @@ class Custom:
     """
 
     attend: Callable[[Sequence[Read]], Sequence[Tensor | None]]
-    given: Callable[[Span], Given | None] | None = None
+    given: Callable[[Span], ChosenSlots | None] | None = None
 
 
-class Given(NamedTuple):
+class ChosenSlots(NamedTuple):
     """What a single row reads: in each layer the slots `lists` int32 [H, K] (-1: none), and all from slot `own` on.
     `heard` gets the row's queries in all layers, bfloat16 [layers, Hq, D], after the step."""
 
@@ -48,7 +48,7 @@ class Given(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class ReadBlocks:
     """A row reads the blocks of `block` positions that `of(its own block)` lists, increasing, its own last."""
 
     block: int
@@ -187,7 +187,7 @@ class KernelScores:
     turned: Callable[[int, int], Tensor | None] | None = None
 
 
-Keys = Full | TopK | Blocks | LayerPicks | Custom
+Keys = Full | TopK | ReadBlocks | LayerPicks | Custom
 FULL = Full()
 
 

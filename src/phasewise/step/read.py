@@ -16,7 +16,7 @@ from phasewise.ops.native import spans as native
 from phasewise.ops.native.stack import SLICE
 
 if TYPE_CHECKING:
-    from phasewise.kv.part import Part
+    from phasewise.kv.part import KVPart
     from phasewise.step.inside import Inside
     from phasewise.step.span import Span
 
@@ -39,7 +39,7 @@ class Read:
 
     __slots__ = ("answer", "at", "late", "layer", "part", "q", "rows", "span", "step", "view")
 
-    def __init__(self, step: Inside, layer: int, span: Span, q: Tensor, part: Part) -> None:
+    def __init__(self, step: Inside, layer: int, span: Span, q: Tensor, part: KVPart) -> None:
         self.step = step
         self.layer = layer
         self.span = span
@@ -154,7 +154,7 @@ class Read:
                 return self.answer
             if part.codec.scaled and (kv := self._as_it_lies()) is not None:
                 k, v, scales = kv
-                return prefill.causal(self.q, k, v, spec.scale, scales, native.Seen(0, block=self.span.block))
+                return prefill.causal(self.q, k, v, spec.scale, scales, native.SeenWindow(0, block=self.span.block))
             return ops.causal(self.q, part.k, part.v, spec.scale, self.span.block)
         mask = self.mask()
         if select is not None:
@@ -184,7 +184,7 @@ class Read:
         if kv is None:
             return None
         k, v, scales = kv
-        seen = native.Seen(0, block=self.span.block)
+        seen = native.SeenWindow(0, block=self.span.block)
         self.answer, lse = prefill.causal_lse(self.q, k, v, spec.scale, scales, seen)
         return lse
 
@@ -301,7 +301,7 @@ class Read:
             return None
         if spec.softcap is not None or (spec.window is not None and (sees is not None or not self.in_order())):
             return None
-        seen = native.Seen(0, block=self.span.block) if self.span.block > 1 else None
+        seen = native.SeenWindow(0, block=self.span.block) if self.span.block > 1 else None
         if part.packed is not None:
             lie = part.packed
             few = native.Few(self.q, lie.tail[0], lie.tail[1], sees, lie.base, seen=seen, sealed=lie.sides)

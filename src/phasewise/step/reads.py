@@ -11,10 +11,10 @@ from torch import Tensor
 from phasewise.ops import attention as ops
 from phasewise.ops.native import listed
 from phasewise.ops.native import spans as native
-from phasewise.ops.native.choice import Rest
+from phasewise.ops.native.choice import UnlistedRest
 
 if TYPE_CHECKING:
-    from phasewise.kv.part import Part
+    from phasewise.kv.part import KVPart
     from phasewise.step.read import Read
 
 
@@ -78,7 +78,7 @@ def _plainly(read: Read) -> tuple[Tensor, Tensor]:
     return ops.weigh(read.scores(), read.part.v, mask)
 
 
-def queries_of(part: Part, q: Tensor, heads: int) -> Tensor:
+def queries_of(part: KVPart, q: Tensor, heads: int) -> Tensor:
     """The queries of a part's KV heads, of those of all `heads`: [R, Hq, D] -> [R, hq, D]."""
     return q if part.heads is None else q.view(q.shape[0], heads, -1, q.shape[2])[:, part.heads].flatten(1, 2)
 
@@ -99,7 +99,7 @@ def answered(reads: Sequence[Read], answers: Sequence[Tensor | None]) -> list[Te
     return [next(rest) if answer is None else answer for answer in answers]
 
 
-def attend_listed(reads: Sequence[Read], slots: Sequence[Tensor], rests: Sequence[Rest] = ()) -> list[Tensor]:
+def attend_listed(reads: Sequence[Read], slots: Sequence[Tensor], rests: Sequence[UnlistedRest] = ()) -> list[Tensor]:
     """Reads of one layer over the slots that are listed for them, int32 [h, R, S] each, which their rows all see; no
     other is read. In a single native call where there is one. -> [R, hq, D] each. `rests`: of single rows."""
     out: dict[int, Tensor] = {}

@@ -12,10 +12,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from phasewise.ops.native.choice import Rest
+from phasewise.ops.native.choice import UnlistedRest
 from phasewise.ops.native.spans import Common
 from phasewise.step.lower import choose
-from phasewise.step.plan import AttentionPlan, Blocks, Custom, LayerPicks, Rivals, Scores, SharedPrefix, TopK, Window
+from phasewise.step.plan import (
+    AttentionPlan,
+    Custom,
+    LayerPicks,
+    ReadBlocks,
+    Rivals,
+    Scores,
+    SharedPrefix,
+    TopK,
+    Window,
+)
 from phasewise.step.read import FEW, Read, View
 from phasewise.step.reads import attend_all, attend_listed, attend_lse
 from phasewise.step.shared import in_common
@@ -39,7 +49,7 @@ def attend(plan: AttentionPlan, reads: Sequence[Read]) -> Sequence[Tensor | None
         return keys.attend(reads)
     if isinstance(keys, TopK):
         return top_k(keys, reads)
-    if isinstance(keys, Blocks):
+    if isinstance(keys, ReadBlocks):
         return _listed(reads, [_blocks(keys, read) for read in reads])
     if isinstance(keys, LayerPicks):
         return _listed(reads, [_picked(keys, read) for read in reads])
@@ -72,10 +82,12 @@ def _listed(reads: Sequence[Read], chosen: Sequence[Tensor | None]) -> list[Tens
 
 
 # ---- top-k KV selection
-class Reader(Protocol):
+class SelectedReader(Protocol):
     """How rows are read that were chosen."""
 
-    def listed(self, reads: Sequence[Read], slots: Sequence[Tensor], rests: Sequence[Rest] = ()) -> Sequence[Tensor]:
+    def listed(
+        self, reads: Sequence[Read], slots: Sequence[Tensor], rests: Sequence[UnlistedRest] = ()
+    ) -> Sequence[Tensor]:
         """Single rows, over the slots int32 [h, 1, S] of each, increasing."""
         ...
 
@@ -88,7 +100,7 @@ class InText:
     """At their places in the text."""
 
     @staticmethod
-    def listed(reads: Sequence[Read], slots: Sequence[Tensor], rests: Sequence[Rest] = ()) -> list[Tensor]:
+    def listed(reads: Sequence[Read], slots: Sequence[Tensor], rests: Sequence[UnlistedRest] = ()) -> list[Tensor]:
         return attend_listed(reads, slots, rests)
 
     @staticmethod
@@ -99,7 +111,7 @@ class InText:
 IN_TEXT = InText()
 
 
-def top_k(keys: TopK, reads: Sequence[Read], reader: Reader = IN_TEXT) -> list[Tensor | None]:
+def top_k(keys: TopK, reads: Sequence[Read], reader: SelectedReader = IN_TEXT) -> list[Tensor | None]:
     """What rows read of one layer by top-k selection; single rows in one call, from lists that kernels make where they
     can."""
     out: list[Tensor | None] = [None] * len(reads)
@@ -139,7 +151,7 @@ def _told(keys: TopK, read: Read) -> None:
     noted.add(read.layer)
 
 
-def slots_of(keys: TopK, singles: Mapping[int, tuple[Read, Any]]) -> dict[int, tuple[Tensor, Rest | None]]:
+def slots_of(keys: TopK, singles: Mapping[int, tuple[Read, Any]]) -> dict[int, tuple[Tensor, UnlistedRest | None]]:
     """The slots int32 [h, 1, S] that single rows read, increasing, and what stands for the rest; each has its index."""
     lists = choose(keys, singles)
     for i in singles.keys() - lists.keys():
@@ -152,7 +164,7 @@ def slots_of(keys: TopK, singles: Mapping[int, tuple[Read, Any]]) -> dict[int, t
         slots = select.expand(heads, -1, -1).byte().topk(most, -1, sorted=False).indices.sort(-1).values.int()
         rest = None
         if scores.weights is not None and scores.mean is not None:
-            rest = Rest((scores.weights * select[:, None]).sum(-1).flatten(), scores.mean[:, 0])
+            rest = UnlistedRest((scores.weights * select[:, None]).sum(-1).flatten(), scores.mean[:, 0])
         lists[i] = slots, rest
     if keys.fetch:
         for i, (slots, _) in lists.items():
@@ -170,7 +182,7 @@ def _count_groups(read: Read, slots: Tensor, size: int) -> None:
     read.count_entries(int((rows * fresh).sum()) - slots.numel())
 
 
-def _masked(keys: TopK, read: Read, index: Any, reader: Reader) -> Tensor:
+def _masked(keys: TopK, read: Read, index: Any, reader: SelectedReader) -> Tensor:
     """Any rows: with structure, windows or caches with gaps."""
     rows = rivals(keys, read)
     scores = keys.scorer.scores(read, index, rows)
@@ -272,7 +284,7 @@ def _order(scores: Tensor, rivals: Tensor) -> Tensor:
 
 
 # ---- blocks by position
-def _blocks(keys: Blocks, read: Read) -> Tensor:
+def _blocks(keys: ReadBlocks, read: Read) -> Tensor:
     """What the rows of a read read, as `_listed` takes it; the same in all layers, if slots are positions."""
     alone, part, notes = single(read), read.part, read.step.notes
     if not (part.plain and read.rows is None and read.view is None):
@@ -288,7 +300,7 @@ def _blocks(keys: Blocks, read: Read) -> Tensor:
     return found.expand(part.size[0], -1, -1) if alone else found
 
 
-def _block_slots(keys: Blocks, read: Read) -> Tensor:
+def _block_slots(keys: ReadBlocks, read: Read) -> Tensor:
     """The slots of a single row's blocks, int32 [1, 1, S], increasing."""
     size, at = keys.block, read.span.positions[0]
     blocks = torch.tensor(keys.of(at // size), dtype=torch.int32, device=read.q.device)
@@ -296,7 +308,7 @@ def _block_slots(keys: Blocks, read: Read) -> Tensor:
     return slots[: len(slots) - size + at % size + 1][None, None]  # the last block is its own
 
 
-def _block_mask(keys: Blocks, read: Read) -> Tensor:
+def _block_mask(keys: ReadBlocks, read: Read) -> Tensor:
     """The same for any rows, bool [1 | h, R, N]. It is worked out block by block: pairs of a long prompt's rows would
     fill the memory."""
     own, others = read.q_positions // keys.block, read.part.positions // keys.block  # [R], [1 | h, N]

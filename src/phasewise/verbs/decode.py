@@ -15,7 +15,7 @@ from phasewise.verbs.sample import Context, choose, draw
 if TYPE_CHECKING:
     from phasewise.kv.buffer import KVShape
     from phasewise.kv.drawers import Room
-    from phasewise.kv.left import Given, Left
+    from phasewise.kv.left import InjectedKV, RetainedKV
     from phasewise.request.params import Params
     from phasewise.request.pool import Pool
     from phasewise.request.request import Request
@@ -70,7 +70,7 @@ class Decode(ABC):
         """Positions that a text may have, where the model's context is `context`; ENDLESS where it sets no bound."""
         return context
 
-    def given(self, request: Request, left: Callable[[str], Left | None]) -> Given | None:
+    def given(self, request: Request, left: Callable[[str], RetainedKV | None]) -> InjectedKV | None:
         """Finished keys and values of the tokens that come next, never of the last, or in the place of rows that are
         there. Asked, with `Traits.injects_kv`, while a prompt is not complete: before its first row and after each
         step. `left` finds the KV that a request has left, by its id (kv/left.py)."""

@@ -21,7 +21,7 @@ class Placing(ABC):
     """place: where does each phase run, and how does KV get there?"""
 
     @abstractmethod
-    def build(self, plan: Plan) -> Placed:
+    def build(self, plan: PlacementPlan) -> Placed:
         """An engine, or an engine made of engines, ready for requests."""
 
     def policy(self, now: float, cores: Sequence[int]) -> Policy | None:
@@ -105,7 +105,7 @@ class Placed(Protocol):
         ...
 
 
-class Plan(Protocol):
+class PlacementPlan(Protocol):
     """What a placement builds from: a recipe bound to a model, from which engines for some phases can be made."""
 
     @property

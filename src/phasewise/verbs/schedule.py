@@ -88,7 +88,7 @@ class Scheduler(Protocol):
         ...
 
 
-class Budget:
+class RowBudget:
     """`left` rows to give; whoever wants more than is left gets what is left."""
 
     def __init__(self, left: int) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from phasewise.model.model import Model
 from phasewise.ops import attention as ops
-from phasewise.ops.native.choice import Rest
+from phasewise.ops.native.choice import UnlistedRest
 from phasewise.step.read import Read
 from phasewise.step.reference import IN_TEXT, best
 
@@ -32,7 +32,9 @@ class Close:
 
     model: Model
 
-    def listed(self, reads: Sequence[Read], slots: Sequence[Tensor], rests: Sequence[Rest] = ()) -> list[Tensor]:
+    def listed(
+        self, reads: Sequence[Read], slots: Sequence[Tensor], rests: Sequence[UnlistedRest] = ()
+    ) -> list[Tensor]:
         """Single rows, over int32 [h, 1, S] each, increasing, with themselves at the end. -> [1, hq, D] each"""
         return [self._near(read, of_rows.long(), None) for read, of_rows in zip(reads, slots)]
 

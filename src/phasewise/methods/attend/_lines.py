@@ -23,7 +23,7 @@ Numbers = npt.NDArray[Any]
 ROWS = 512  # of a prompt, whose mask is made at once
 
 
-class Lines(NamedTuple):
+class AttentionLines(NamedTuple):
     """What is read, by KV head: columns bool [h, B] by block of keys, diagonals bool [h, B] by distance in blocks."""
 
     columns: Tensor
@@ -60,7 +60,7 @@ def masses(read: Read, some: list[int], size: int) -> Tensor:
     return padded.view(*padded.shape[:-1], blocks, size).sum(-1)
 
 
-def cover(mass: Tensor, at: Tensor, alpha: float) -> Lines:
+def cover(mass: Tensor, at: Tensor, alpha: float) -> AttentionLines:
     """The lines that hold the share `alpha` of mass [h, r, B], the rows being in blocks `at` [r]: one after another,
     that which adds most to what the others hold already. Of equal ones the earlier column, then the nearer diagonal."""
     heads, _, blocks = mass.shape
@@ -71,7 +71,7 @@ def cover(mass: Tensor, at: Tensor, alpha: float) -> Lines:
     by_away = torch.zeros_like(by_block).scatter_add_(2, apart.clamp_min(0).expand_as(by_block), by_block)
     both, rows = torch.stack((by_block, by_away), 1).cpu().numpy(), own.cpu().numpy()
     taken = torch.from_numpy(np.stack([_greedy(each, rows, alpha) for each in both])).to(mass.device)
-    return Lines(taken[:, 0], taken[:, 1])
+    return AttentionLines(taken[:, 0], taken[:, 1])
 
 
 def _greedy(left: Numbers, own: Numbers, alpha: float) -> Numbers:
@@ -100,7 +100,7 @@ def _greedy(left: Numbers, own: Numbers, alpha: float) -> Numbers:
     return taken
 
 
-def attend(read: Read, lines: Lines, size: int) -> Tensor:
+def attend(read: Read, lines: AttentionLines, size: int) -> Tensor:
     """Attention of a read's rows over the lines alone. -> [R, hq, D]"""
     part = read.part
     alone = read.rows is None and part.ids is None and read.view is None and read.span.sees is None
@@ -109,7 +109,7 @@ def attend(read: Read, lines: Lines, size: int) -> Tensor:
     return read.attend(lines.of(read.q_positions // size, part.positions // size))
 
 
-def _whole(read: Read, lines: Lines, size: int) -> Tensor:
+def _whole(read: Read, lines: AttentionLines, size: int) -> Tensor:
     """The same of all that comes behind the rows that are there, or of a whole prompt, some rows at a time: what a few
     neighbouring ones do not read is passed over."""
     (_, n), start, spec = read.part.size, read.part.n, read.step.model.config.attention[read.layer]

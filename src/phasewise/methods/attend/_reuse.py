@@ -18,7 +18,7 @@ from torch import Tensor
 
 from phasewise.step.plan import Rivals, TopK
 from phasewise.step.read import Read
-from phasewise.step.reference import Reader, rivals, selected, single, slots_of
+from phasewise.step.reference import SelectedReader, rivals, selected, single, slots_of
 from phasewise.step.span import Span
 
 NONE, HELD = -2, -1  # in the place of a row's number: nobody, and who made the request's list
@@ -69,7 +69,7 @@ class Reuse:
     [R, hq, D]. A request's drawer `name` has what was made last, by layer."""
 
     def __init__(
-        self, keys: TopK, name: str, turned: Callable[[Read], Tensor], theta: float, reader: Reader
+        self, keys: TopK, name: str, turned: Callable[[Read], Tensor], theta: float, reader: SelectedReader
     ) -> None:  # fmt: skip
         self.keys, self.name, self.turned, self.theta, self.reader = keys, name, turned, theta, reader
         self.first, self.local, self.most = keys.first, keys.local, int(keys.most)

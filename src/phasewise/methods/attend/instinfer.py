@@ -17,7 +17,7 @@ from torch import Tensor
 
 from phasewise.errors import UserError
 from phasewise.kv.buffer import KVShape, rounded
-from phasewise.kv.part import Part
+from phasewise.kv.part import KVPart
 from phasewise.methods._amounts import check_amount
 from phasewise.methods.attend._select import grouped
 from phasewise.step.plan import EVERYTHING, AttentionPlan, KernelScores, Rivals, Scores, TopK, share
@@ -67,13 +67,13 @@ class InstInfer(Method):
         if self.group < 1:
             raise UserError(f"instinfer: group={self.group} must be at least 1: 1 fetches rows one by one")
 
-    def bind(self, host: Host) -> Runtime:
+    def bind(self, host: Host) -> SparFRuntime:
         there = host.model.config.head_dim
         if self.r > there:
             raise UserError(
                 f"instinfer: r={self.r:.0f}, but a query has {there} numbers: say at most {there}, or a share up to 1"
             )
-        return Runtime(self, host)
+        return SparFRuntime(self, host)
 
 
 def fewest(k: float) -> int:
@@ -86,7 +86,7 @@ def fewest(k: float) -> int:
     return found
 
 
-class Runtime:
+class SparFRuntime:
     """InstInfer at work, and its scorer."""
 
     def __init__(self, knobs: InstInfer, host: Host, ranked: Callable[[Read, Tensor], Tensor] | None = None) -> None:
@@ -218,7 +218,7 @@ class _Index:
         lines[..., : self.upto] = self.known
         return _Index(lines, None if self.sums is None else self.sums.clone(), self.upto)
 
-    def add(self, part: Part) -> None:
+    def add(self, part: KVPart) -> None:
         """The committed rows that are missing."""
         if self.upto < part.n:
             k, v = part.between(self.upto, part.n)

@@ -19,14 +19,14 @@ from torch import Tensor
 from phasewise.errors import UserError
 from phasewise.kv.buffer import KVShape
 from phasewise.kv.drawers import Room
-from phasewise.methods.attend._lines import Lines, attend, cover, masses, sampled
+from phasewise.methods.attend._lines import AttentionLines, attend, cover, masses, sampled
 from phasewise.methods.attend._select import tally
 from phasewise.model.config import ModelConfig
 from phasewise.ops import attention as ops
 from phasewise.ops.native.abi import LayerChoiceStruct
 from phasewise.ops.native.choice import CHOSEN, SHARE, Ballot, Candidates, choose, takes
 from phasewise.request.request import Request
-from phasewise.step.plan import EVERYTHING, AttentionPlan, Custom, Given
+from phasewise.step.plan import EVERYTHING, AttentionPlan, ChosenSlots, Custom
 from phasewise.step.read import Read
 from phasewise.step.reads import attend_listed
 from phasewise.step.reference import NEVER, single
@@ -165,7 +165,7 @@ class Looping:
         return out
 
     # ---- whole steps
-    def _given(self, span: Span) -> Given | None:
+    def _given(self, span: Span) -> ChosenSlots | None:
         """What was chosen for a row, if that is so in all layers."""
         request, state = span.request, span.request.state.get(NAME, {})
         border = self.knobs.border(request.prompt_len, span.positions[0])
@@ -173,7 +173,7 @@ class Looping:
         if not layers or not self.knobs.chooses(border) or any(own.get("border") != border for own in layers):
             return None
         lists = [state[layer]["chosen"] for layer in range(len(layers))]
-        return Given(lists, border - self.knobs.voters, partial(self._heard, span))
+        return ChosenSlots(lists, border - self.knobs.voters, partial(self._heard, span))
 
     def _heard(self, span: Span, queries: Tensor) -> None:
         heads = span.kv.layers[0].shape.heads
@@ -189,7 +189,7 @@ class Looping:
                 own |= {"q": torch.cat((own["q"], queries[layer])), "at": torch.cat((own["at"], at.to(own["at"])))}
 
     # ---- prompts
-    def lines(self, read: Read) -> Lines:
+    def lines(self, read: Read) -> AttentionLines:
         """What the rows of a prompt read, of those before them as well."""
         size = self.knobs.block
         some = sampled(read.q.shape[0], self.knobs.sample)

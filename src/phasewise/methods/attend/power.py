@@ -18,7 +18,7 @@ from phasewise.methods.attend.dense import Dense
 from phasewise.model.artefacts import Artefact
 from phasewise.model.config import ModelConfig
 from phasewise.model.lowrank import Delta, shapes
-from phasewise.step.plan import EVERYTHING, AttentionPlan, Blocks
+from phasewise.step.plan import EVERYTHING, AttentionPlan, ReadBlocks
 from phasewise.step.span import Span
 from phasewise.verbs.host import Host
 from phasewise.verbs.method import Method
@@ -103,7 +103,7 @@ class Power(Method):
 class _Power:
     def __init__(self, knobs: Power, delta: Delta | None) -> None:
         self.clear, self.delta = knobs.clear, delta
-        self._plan = AttentionPlan(Blocks(knobs.block, knobs.blocks))
+        self._plan = AttentionPlan(ReadBlocks(knobs.block, knobs.blocks))
 
     def plan(self, span: Span) -> AttentionPlan:
         return self._plan if span.last >= self.clear else EVERYTHING

@@ -16,7 +16,7 @@ from torch import Tensor
 from phasewise.errors import UserError
 from phasewise.kv.buffer import KVShape, rounded
 from phasewise.kv.pages import PageKeys
-from phasewise.kv.part import Part
+from phasewise.kv.part import KVPart
 from phasewise.methods.attend._select import grouped
 from phasewise.step.plan import EVERYTHING, AttentionPlan, KernelScores, Rivals, Scores, TopK
 from phasewise.step.read import Read
@@ -168,7 +168,7 @@ class _Bounds:
     start: int  # first slot that is not covered in some head
 
     @classmethod
-    def none(cls, part: Part) -> _Bounds:
+    def none(cls, part: KVPart) -> _Bounds:
         keys = part.keys(0, 0)  # [h, 0, D]
         nothing = torch.empty(0, dtype=torch.int64, device=keys.device)
         return cls(nothing, nothing[None], keys, keys, 0, 0)
@@ -192,7 +192,7 @@ class _Bounds:
     def fork(self) -> _Bounds:
         return self
 
-    def extend(self, part: Part, upto: int, size: int) -> _Bounds:
+    def extend(self, part: KVPart, upto: int, size: int) -> _Bounds:
         """With the pages below `upto`, all of whose rows are committed. Only rows from `start` on are looked at."""
         page = part.positions[:, self.start : part.n] // size  # [1 | h, m]
         fresh = (page >= self.upto) & (page < upto)

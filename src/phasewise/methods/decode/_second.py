@@ -46,7 +46,7 @@ def config_of(name: str) -> ModelConfig:
     return parse_config(source(shelf.place(EMBEDDED[name]) if name in EMBEDDED else name).settings())
 
 
-class Reader:
+class PromptReader:
     """A second model that reads prompts, but for their last token, in pieces that the prompt alone decides: so what it
     makes of a prompt hangs on nobody else. What it holds is given back by `forget`."""
 

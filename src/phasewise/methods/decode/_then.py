@@ -9,7 +9,7 @@ from phasewise import catalog
 from phasewise.errors import UserError
 from phasewise.kv.buffer import KVShape
 from phasewise.kv.drawers import Room
-from phasewise.kv.left import Given, Left
+from phasewise.kv.left import InjectedKV, RetainedKV
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.step.phase import Hidden, Phase
@@ -66,7 +66,7 @@ class Handing(Decode):
     def reach(self, context: int) -> int:
         return self.then.reach(context)
 
-    def given(self, request: Request, left: Callable[[str], Left | None]) -> Given | None:
+    def given(self, request: Request, left: Callable[[str], RetainedKV | None]) -> InjectedKV | None:
         return self.then.given(request, left)
 
     def follows(self, params: Params) -> str | None:

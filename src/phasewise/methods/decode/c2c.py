@@ -20,9 +20,9 @@ from torch import Tensor
 
 from phasewise.catalog import part
 from phasewise.errors import UserError
-from phasewise.kv.left import Given, Left
+from phasewise.kv.left import InjectedKV, RetainedKV
 from phasewise.methods.decode._fuser import SIDES, added, layer_map, shapes
-from phasewise.methods.decode._second import Reader, Rows, config_of, second
+from phasewise.methods.decode._second import PromptReader, Rows, config_of, second
 from phasewise.methods.decode._then import Handing, checked, following
 from phasewise.model.artefacts import Artefact, fingerprint
 from phasewise.model.config import ModelConfig
@@ -165,11 +165,11 @@ class Fusing(Handing):
         super().__init__(host, knobs.then)
         self.chained = knobs.several == "sequential"
         self.fusers = [fuser for _, fuser in sharers]
-        self.readers = [Reader(host, f"{NAME}.{i}", model, knobs.piece) for i, (model, _) in enumerate(sharers)]
+        self.readers = [PromptReader(host, f"{NAME}.{i}", model, knobs.piece) for i, (model, _) in enumerate(sharers)]
         for reader in self.readers:
             reader.companion.done = lambda request: self._until(request) is None
 
-    def given(self, request: Request, left: Callable[[str], Left | None]) -> Given | None:
+    def given(self, request: Request, left: Callable[[str], RetainedKV | None]) -> InjectedKV | None:
         until = self._until(request)
         if until is None:
             return None
@@ -184,7 +184,7 @@ class Fusing(Handing):
         for reader in self.readers:
             reader.forget(request)
         request.recalled = until
-        return Given(rows, False, 0)
+        return InjectedKV(rows, False, 0)
 
     def theirs(self, request: Request, stop: int) -> list[Rows]:
         """Each sharer's rows of the first tokens."""

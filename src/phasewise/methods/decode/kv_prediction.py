@@ -18,8 +18,8 @@ from torch import Tensor
 
 from phasewise.catalog import part
 from phasewise.errors import UserError
-from phasewise.kv.left import Given, Left
-from phasewise.methods.decode._second import Reader, Rows, config_of, second
+from phasewise.kv.left import InjectedKV, RetainedKV
+from phasewise.methods.decode._second import PromptReader, Rows, config_of, second
 from phasewise.methods.decode._then import Handing, checked
 from phasewise.model.artefacts import Artefact, fingerprint
 from phasewise.model.config import ModelConfig
@@ -162,13 +162,13 @@ class Predicting(Handing):
         aux = tuned(aux, tensors)
         super().__init__(host, knobs.then)
         self.knobs = knobs
-        self.maps, self.reader = Maps(host.model, aux, tensors), Reader(host, NAME, aux, knobs.piece)
+        self.maps, self.reader = Maps(host.model, aux, tensors), PromptReader(host, NAME, aux, knobs.piece)
         self.reader.companion.done = lambda request: True  # before a step is made room for
 
-    def given(self, request: Request, left: Callable[[str], Left | None]) -> Given | None:
+    def given(self, request: Request, left: Callable[[str], RetainedKV | None]) -> InjectedKV | None:
         at, end = request.computed, request.prompt_len - 1
         if at >= end or request.prompt_len < self.knobs.least:
             self.reader.forget(request)
             return None
         stop = request.recalled = self.reader.read(request)
-        return Given(self.maps(self.reader.rows(request, at, stop), at), False)
+        return InjectedKV(self.maps(self.reader.rows(request, at, stop), at), False)

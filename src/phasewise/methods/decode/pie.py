@@ -17,7 +17,7 @@ from torch import Tensor
 from phasewise.catalog import part
 from phasewise.errors import UserError
 from phasewise.kv.cache import KV
-from phasewise.kv.left import Given, Left
+from phasewise.kv.left import InjectedKV, RetainedKV
 from phasewise.methods.decode._common import common
 from phasewise.methods.decode._then import Handing, checked, following
 from phasewise.model.model import Model
@@ -76,7 +76,7 @@ class Pie(Method):
         return Editing(self, host)
 
 
-class Piece(NamedTuple):
+class ReusedPiece(NamedTuple):
     """Tokens start .. stop-1 of a prompt, that stood `shift` places earlier in a text; `after` an edit."""
 
     start: int
@@ -85,14 +85,14 @@ class Piece(NamedTuple):
     after: bool
 
 
-class Plan:
+class ReusePlan:
     """The KV that a request will take from an earlier one, from the left. Nobody can take it away meanwhile."""
 
-    def __init__(self, source: KV | None, pieces: Sequence[Piece]) -> None:
+    def __init__(self, source: KV | None, pieces: Sequence[ReusedPiece]) -> None:
         self.source, self.pieces = source, pieces
 
-    def fork(self) -> Plan:
-        return Plan(None, ())  # siblings fork when the prompt is complete
+    def fork(self) -> ReusePlan:
+        return ReusePlan(None, ())  # siblings fork when the prompt is complete
 
     def close(self) -> None:
         if self.source is not None:
@@ -117,7 +117,7 @@ class Editing(Handing):
         return (params.ask or {}).get("after")
 
     # ---- what is taken
-    def given(self, request: Request, left: Callable[[str], Left | None]) -> Given | None:
+    def given(self, request: Request, left: Callable[[str], RetainedKV | None]) -> InjectedKV | None:
         after = self.follows(request.params)
         if after is None:
             return None
@@ -134,17 +134,17 @@ class Editing(Handing):
         assert plan.source is not None
         request.recalled += piece.stop - at
         rows = [self.moved(*each, piece.shift) for each in _between(plan.source, at - piece.shift, piece)]
-        return Given(rows, not (piece.after or plan.source.foreign))
+        return InjectedKV(rows, not (piece.after or plan.source.foreign))
 
     def moved(self, layer: int, k: Tensor, v: Tensor, shift: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, `shift` places later."""
         return turned(self.model, layer, k, shift), v
 
-    def _plan(self, request: Request, left: Left | None) -> Plan:
+    def _plan(self, request: Request, left: RetainedKV | None) -> ReusePlan:
         if left is None:
-            return Plan(None, ())
+            return ReusePlan(None, ())
         found = pieces(left.tokens, request.prompt, self.knobs.least, self.knobs.repair)
-        return Plan(left.kv.fork(), found) if found else Plan(None, ())
+        return ReusePlan(left.kv.fork(), found) if found else ReusePlan(None, ())
 
     # ---- decode
     def rows(self, request: Request) -> int:
@@ -167,14 +167,14 @@ def turned(model: Model, layer: int, k: Tensor, shift: int) -> Tensor:
     return model.rotate(layer, k, shift) if shift else k
 
 
-def _between(source: KV, start: int, piece: Piece) -> Iterator[tuple[int, Tensor, Tensor]]:
+def _between(source: KV, start: int, piece: ReusedPiece) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Layer, keys and values of the rows from `start` on that a piece takes, as the model made them."""
     for i, layer in enumerate(source.layers):
         (part,) = layer.read()
         yield i, *part.between(start, piece.stop - piece.shift)
 
 
-def pieces(old: Sequence[int], new: Sequence[int], least: int, repair: int) -> list[Piece]:
+def pieces(old: Sequence[int], new: Sequence[int], least: int, repair: int) -> list[ReusedPiece]:
     """Runs of tokens that a prompt has in common with a text, without the prompt's last token and the first `repair`
     tokens after an edit."""
     old, new = list(old), list(new)
@@ -184,11 +184,11 @@ def pieces(old: Sequence[int], new: Sequence[int], least: int, repair: int) -> l
     between = common(old[head : len(old) - tail], new[head : len(new) - tail], least)
     runs = [(0, 0, head), *((head + a, head + b, size) for a, b, size in between)]
     runs.append((len(old) - tail, len(new) - tail, tail))
-    found: list[Piece] = []
+    found: list[ReusedPiece] = []
     after = False
     for at, to, size in runs:
         after = after or (at, to) != (0, 0)
         start, stop = to + (repair if after else 0), min(to + size, len(new) - 1)
         if size >= least and start < stop:
-            found.append(Piece(start, stop, to - at, after))
+            found.append(ReusedPiece(start, stop, to - at, after))
     return found

@@ -56,7 +56,7 @@ class Chances:
 
 
 @dataclass(slots=True)
-class Watched:
+class PendingGuess:
     """A guess whose end the request's text has not reached yet: right down to `node`, whose token is before `at`."""
 
     draft: Draft
@@ -66,10 +66,10 @@ class Watched:
 
 
 @dataclass(slots=True)
-class Record:
+class GuessRecord:
     """The outcomes of one request's guesses. Whether they ran does not matter: the text says which were right."""
 
-    watched: Watched | None = None
+    watched: PendingGuess | None = None
     counts: dict[int, list[float]] = field(default_factory=dict)  # kind -> [tried, right]
     right: float = 0.0  # guesses of all kinds that were right, of late ...
     hoped: float = 0.0  # ... and how many should have been, by what is known of other requests
@@ -98,7 +98,7 @@ class Record:
     def watch(self, draft: Draft, kinds: Sequence[int], known: int) -> None:
         """Unless another guess is still watched."""
         if self.watched is None:
-            self.watched = Watched(draft, kinds, known)
+            self.watched = PendingGuess(draft, kinds, known)
 
     def chance(self, kind: int, chances: Chances) -> float:
         """The chance that a guess of this kind is right if its parent is. Where a request's guesses are wrong more

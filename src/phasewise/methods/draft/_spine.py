@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phasewise.speculation.branching import branch
-from phasewise.speculation.grower import Asked, Tree
+from phasewise.speculation.grower import NodeRequest, Tree
 from phasewise.verbs.draft import Draft, Drawn
 
 
@@ -24,7 +24,7 @@ class Spine:
     def runs(self, levels: int) -> int:
         return levels
 
-    def grow(self, tree: Tree, asked: Sequence[Asked]) -> list[int]:
+    def grow(self, tree: Tree, asked: Sequence[NodeRequest]) -> list[int]:
         ((node, q),) = asked
         drawn = "point" if tree.point else self.drawn
         tokens, rows = branch(q, min(self.branches, tree.left), drawn, tree.us(node))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from phasewise.errors import UserError
 from phasewise.speculation.branching import without
-from phasewise.speculation.grower import Asked, Grower, Tree, grower
+from phasewise.speculation.grower import Grower, NodeRequest, Tree, grower
 from phasewise.verbs.draft import Draft, Drawn
 from phasewise.verbs.host import Host
 from phasewise.verbs.method import Method
@@ -76,7 +76,7 @@ class _Worth:
     def runs(self, levels: int) -> int:
         return self.most * levels  # those of one level are worth no more than 1 together
 
-    def grow(self, tree: Tree, asked: Sequence[Asked]) -> list[int]:
+    def grow(self, tree: Tree, asked: Sequence[NodeRequest]) -> list[int]:
         notes = tree.notes or {-1: 1.0}
         if tree.point:
             return self._choose(tree, asked, notes)
@@ -104,7 +104,7 @@ class _Worth:
             rest = left
         return added
 
-    def _choose(self, tree: Tree, asked: Sequence[Asked], notes: dict[int, float]) -> list[int]:
+    def _choose(self, tree: Tree, asked: Sequence[NodeRequest], notes: dict[int, float]) -> list[int]:
         """The best of this level; the best of all levels are chosen in the end."""
         worths = torch.stack([q.double() * notes[node] for node, q in asked])
         values, at = worths.flatten().topk(min(self.most, worths.numel()))

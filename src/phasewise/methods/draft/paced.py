@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from phasewise.catalog import part
-from phasewise.methods.draft._record import Chances, Record
+from phasewise.methods.draft._record import Chances, GuessRecord
 from phasewise.request.request import Request
-from phasewise.speculation.planner import LEVEL, SPIKE, Costs, Line, Plan, kind, kinds, plan, reached
+from phasewise.speculation.planner import LEVEL, SPIKE, CostLine, DraftPlan, StepCosts, kind, kinds, plan, reached
 from phasewise.step.phase import Hidden
 from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome
@@ -72,7 +72,7 @@ class Paced(Method):
 
 
 @dataclass(slots=True)
-class _Paces(Record):
+class _Paces(GuessRecord):
     """The outcomes of one request's guesses, and the time of its next probe."""
 
     wakes: int = 0  # the step before which there is no looking
@@ -101,7 +101,7 @@ class Pacer(Drafter):
 
     def __init__(self, of: Drafter, clock: Callable[[], float] = time.perf_counter) -> None:
         self.of, self.clock = of, clock
-        self.costs, self.chances = Costs(), Chances()
+        self.costs, self.chances = StepCosts(), Chances()
         self.sized: Callable[[Request], bool] = lambda request: False
         self.companion = of.companion
         self._look = 0.0  # seconds that looking takes, a request ...
@@ -149,10 +149,10 @@ class Pacer(Drafter):
         free = [self.sized(request) for request in requests]
         if not any(free):
             return self._ask(requests, budgets)
-        line = self._line(n) or Line(1.0, 1.0)  # unknown: a step without guesses will show
+        line = self._line(n) or CostLine(1.0, 1.0)  # unknown: a step without guesses will show
         # a guess is worth its row if it makes tokens in a larger share than it costs
         self.of.at_least(min(MOST_LEAST, max(LEAST, 0.5 * n * line.row / line.base)))
-        line = Line(line.base, PRUDENCE * line.row)
+        line = CostLine(line.base, PRUDENCE * line.row)
         drafts = (self._cut if self.companion is None else self._bounded)(requests, budgets, free, line)
         self._drafting = self.clock() - began
         return drafts
@@ -211,11 +211,11 @@ class Pacer(Drafter):
         """The next step with a look at who is paused: at all of them at once, for that takes less."""
         return self._number - self._number % self._pause + self._pause if self._pause > 1 else 0
 
-    def _line(self, n: int) -> Line | None:
+    def _line(self, n: int) -> CostLine | None:
         """The seconds of a step of `n` requests, and of a row more. Plain steps measure it best, where there were
         some."""
         line, plain = self.costs.near(n), self._plain.get(n)
-        return line if line is None or plain is None else Line(plain, line.row)
+        return line if line is None or plain is None else CostLine(plain, line.row)
 
     def _timed(self, seconds: float, drafting: float, n: int, rows: int) -> None:
         """A step of `n` requests took so many seconds, `drafting` of them in here. What it took beyond a plain step of
@@ -243,7 +243,7 @@ class Pacer(Drafter):
     def _weigh(self, spans: Sequence[Span], outcomes: Sequence[Outcome]) -> None:
         """After a step with looks: what they were worth, and who shall be looked at in the next steps."""
         asked, self._asked, self._once, n = self._asked, [], 0.0, len(spans)
-        line, price = self._line(n) or Line(1.0, 1.0), self._price(n)
+        line, price = self._line(n) or CostLine(1.0, 1.0), self._price(n)
         drafted = {id(span.request): (span.rows - 1, len(outcome.tokens) - 1)
                    for span, outcome in zip(spans, outcomes) if span.note is not None}  # fmt: skip
         rows = sum(more for more, _ in drafted.values())
@@ -257,7 +257,7 @@ class Pacer(Drafter):
                 paces.wakes = self._next()
 
     def _cut(
-        self, requests: Sequence[Request], budgets: Sequence[int], free: Sequence[bool], line: Line
+        self, requests: Sequence[Request], budgets: Sequence[int], free: Sequence[bool], line: CostLine
     ) -> list[Draft | None]:
         """Guesses that cost nothing to make: all are made, and those kept that pay."""
         n, began = len(requests), self.clock()
@@ -277,7 +277,7 @@ class Pacer(Drafter):
             paces.settle(requests[i].tokens, self.chances)
             if draft is not None and draft.tokens and free[i] and not draft.ask:  # rows that ask go with their guesses
                 orders[i], likely[i] = self._judge(requests[i], draft, paces, price)
-        best = plan(likely, line) if orders else Plan([0] * n, 0.0)
+        best = plan(likely, line) if orders else DraftPlan([0] * n, 0.0)
         for i, order in orders.items():
             drafts[i] = _kept(drafts[i], order, best.sizes[i])
         for paces in asked.values():
@@ -310,7 +310,7 @@ class Pacer(Drafter):
         return range(len(which)), list(accumulate(map(chances.__getitem__, which), mul)) if head is draft else []
 
     def _bounded(
-        self, requests: Sequence[Request], budgets: Sequence[int], free: Sequence[bool], line: Line
+        self, requests: Sequence[Request], budgets: Sequence[int], free: Sequence[bool], line: CostLine
     ) -> list[Draft | None]:
         """Guesses of a second model: as many are made as pay, were each below the one before."""
         likely = list[list[float]]()
@@ -319,7 +319,7 @@ class Pacer(Drafter):
             paces.settle(request.tokens, self.chances)
             steps = [paces.chance(kind(0, depth), self.chances) for depth in range(budget)] if sized else []
             likely.append(reached(range(-1, len(steps) - 1), steps))
-        best = plan(likely, Line(line.base, line.row + self._node))
+        best = plan(likely, CostLine(line.base, line.row + self._node))
         probe = not any(best.sizes) or self._number % PROBE == 0
         bounds = [b if probe or not sized else size for b, size, sized in zip(budgets, best.sizes, free)]
         began = self.clock()

@@ -12,7 +12,7 @@ from phasewise.errors import UserError
 from phasewise.methods.draft._pieces import Scorer, bm25, nearest, shortened
 from phasewise.request.request import Request
 from phasewise.speculation.branching import branch
-from phasewise.speculation.grower import SELF, Asked, Grower, Tree, grower
+from phasewise.speculation.grower import SELF, Grower, NodeRequest, Tree, grower
 from phasewise.verbs.draft import Draft, Drawn
 from phasewise.verbs.host import Host
 from phasewise.verbs.method import Method
@@ -117,7 +117,7 @@ class _Chain:
     def runs(self, levels: int) -> int:
         return levels
 
-    def grow(self, tree: Tree, asked: Sequence[Asked]) -> list[int]:
+    def grow(self, tree: Tree, asked: Sequence[NodeRequest]) -> list[int]:
         ((node, q),) = asked
         (token, *_), rows = branch(q, 1, "point" if tree.point else DRAWN, tree.us(node))
         added = tree.add(node, token, None if rows is None else rows[0])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from phasewise.errors import UserError
 from phasewise.speculation.branching import branch, without
-from phasewise.speculation.grower import Asked, Grower, Shape, Tree, grower
+from phasewise.speculation.grower import Grower, NodeRequest, Tree, TreeShape, grower
 from phasewise.verbs.draft import Draft, Drawn
 from phasewise.verbs.host import Host
 from phasewise.verbs.method import Method
@@ -51,7 +51,7 @@ class RSD(Method):
             raise UserError(f"rsd: widths={self.widths!r} must be numbers of children from 1 on, such as 4x2x2x1")
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> TreeShape:
         if self.beam:
             return _Beam(self.beam, self.depth)
         return _Widths(tuple(map(int, self.widths.split("x"))))
@@ -81,7 +81,7 @@ class _Widths:
     def runs(self, levels: int) -> int:
         return self.nodes(levels)
 
-    def grow(self, tree: Tree, asked: Sequence[Asked]) -> list[int]:
+    def grow(self, tree: Tree, asked: Sequence[NodeRequest]) -> list[int]:
         width, added = self.widths[len(tree.path(asked[0].node))], list[int]()
         for node, q in asked:
             if not tree.left:
@@ -109,7 +109,7 @@ class _Beam:
     def runs(self, levels: int) -> int:
         return self.nodes(levels)
 
-    def grow(self, tree: Tree, asked: Sequence[Asked]) -> list[int]:
+    def grow(self, tree: Tree, asked: Sequence[NodeRequest]) -> list[int]:
         notes = tree.notes or {-1: (0.0, 0.0)}  # of each node: log-probability of its path, perturbed
         found: list[tuple[float, float, int, int]] = []  # of a child: perturbed, log-probability, parent's place, token
         for place, (node, q) in enumerate(asked):

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from phasewise.errors import UserError
 from phasewise.speculation.branching import branch
-from phasewise.speculation.grower import Asked, Grower, Tree, grower
+from phasewise.speculation.grower import Grower, NodeRequest, Tree, grower
 from phasewise.verbs.draft import Draft, Drawn
 from phasewise.verbs.host import Host
 from phasewise.verbs.method import Method
@@ -65,7 +65,7 @@ class _Chains:
     def runs(self, levels: int) -> int:
         return self.nodes(levels)
 
-    def grow(self, tree: Tree, asked: Sequence[Asked]) -> list[int]:
+    def grow(self, tree: Tree, asked: Sequence[NodeRequest]) -> list[int]:
         drawn: Drawn = "point" if tree.point else "iid"
         added: list[int] = []
         if asked[0].node < 0:

@@ -14,7 +14,7 @@ from phasewise.methods.draft._skipset import Search, Sites, Stops
 from phasewise.model.thinned import Thinned
 from phasewise.request.request import Request
 from phasewise.speculation.branching import branch
-from phasewise.speculation.grower import Asked, Grower, Tree
+from phasewise.speculation.grower import Grower, NodeRequest, Tree
 from phasewise.speculation.tails import Tails
 from phasewise.step.phase import Hidden
 from phasewise.step.span import Span
@@ -154,7 +154,7 @@ class _Confident:
     def runs(self, levels: int) -> int:
         return levels
 
-    def grow(self, tree: Tree, asked: Sequence[Asked]) -> list[int]:
+    def grow(self, tree: Tree, asked: Sequence[NodeRequest]) -> list[int]:
         ((node, q),) = asked
         params = tree.request.params
         token = int(q.argmax()) if params.greedy else pick(q, tree.us(node)(0))

@@ -25,7 +25,7 @@ class Ahead(NamedTuple):
     settled: bool
 
 
-class Piece:
+class ScorePiece:
     """A request's scores with room behind them, and the room in which its next row is weighed.
 
     They are written in place, but only once a row stays: a step that is tried again finds them as they were. What the

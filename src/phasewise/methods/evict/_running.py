@@ -23,7 +23,7 @@ from phasewise.errors import UserError
 from phasewise.kv.buffer import ROUND, KVShape
 from phasewise.kv.drawers import Room
 from phasewise.methods.evict._allot import UNIFORM, Spread, allot
-from phasewise.methods.evict._piece import GONE, Ahead, Piece
+from phasewise.methods.evict._piece import GONE, Ahead, ScorePiece
 from phasewise.ops.native.weighed import Ranking, Weighs
 from phasewise.request.request import Request
 from phasewise.step.plan import EVERYTHING, AttentionPlan, Record
@@ -43,7 +43,7 @@ def share(of: float, rows: int) -> int:
     return int(of * rows) if of <= 1 else int(of)
 
 
-class Budget(NamedTuple):
+class KeptBudget(NamedTuple):
     """Rows that are left to each head on average, of which the `recent` last are never given up."""
 
     rows: int
@@ -75,7 +75,7 @@ class Running:
 
     observes = 1
 
-    def __init__(self, way: Way, config: ModelConfig, budget: Callable[[int], Budget]) -> None:
+    def __init__(self, way: Way, config: ModelConfig, budget: Callable[[int], KeptBudget]) -> None:
         """`budget`: what is left of a text that began with a prompt of so many rows."""
         self.way, self.config, self.layers, self.budget = way, config, config.layers, budget
         self.trail = Trail(way.name)
@@ -200,12 +200,12 @@ class Running:
         doubt = None if shaped is None or shaped.row is None else shaped.row(span)
         return Weighs(own.room, own.n, partial(self._told, span, own), doubt)
 
-    def _piece(self, request: Request) -> Piece | None:
+    def _piece(self, request: Request) -> ScorePiece | None:
         """What a request's scores lie in, if they still do."""
-        own: Piece | None = request.state.get(self.piece)
+        own: ScorePiece | None = request.state.get(self.piece)
         return own if own is not None and own.of(self.trail.layers(request)) else None
 
-    def _gather(self, span: Span) -> Piece | None:
+    def _gather(self, span: Span) -> ScorePiece | None:
         """One that its scores lie in from now on."""
         request, kv = span.request, span.request.kv
         if kv is None or not self.acts(span):
@@ -221,16 +221,16 @@ class Running:
         settled = all(layer.slabs and layer.slabs[0].positions is not None for layer in kv.layers)
         ahead = Ahead(spare, self.way.lot - idle, settled)
         ranking = Ranking(most, recent, self.way.sums, shared)
-        own = Piece(list(found.values()), ranking, (self.config.kv_heads, self.config.heads), ahead)
+        own = ScorePiece(list(found.values()), ranking, (self.config.kv_heads, self.config.heads), ahead)
         request.state[self.trail.name], request.state[self.piece] = found, own
         return own
 
-    def _told(self, span: Span, own: Piece) -> None:
+    def _told(self, span: Span, own: ScorePiece) -> None:
         others = {name: each for name, each in (span.trail or {}).items() if name != self.trail.name}
         span.trail = {**others, self.piece: own}
 
     def stayed(self, span: Span, keep: int | Sequence[int]) -> None:
-        own: Piece | None = (span.trail or {}).pop(self.piece, None)
+        own: ScorePiece | None = (span.trail or {}).pop(self.piece, None)
         if own is None:
             self.trail.stayed(span, keep)
         elif keep:
@@ -293,7 +293,7 @@ class Running:
         request.state.pop(self.piece, None)
         return slots
 
-    def _stay(self, request: Request, own: Piece, layer: int) -> Tensor | None:
+    def _stay(self, request: Request, own: ScorePiece, layer: int) -> Tensor | None:
         """`keep`, of all layers at once when the first is asked."""
         if layer == 0 and (scores := own.drop()) is not None:
             request.state[self.trail.name] = scores

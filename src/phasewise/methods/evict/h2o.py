@@ -12,7 +12,7 @@ from typing import ClassVar
 from phasewise.errors import UserError
 from phasewise.methods._amounts import check_amount
 from phasewise.methods.evict._allot import Heads, Layers, Spread
-from phasewise.methods.evict._running import Budget, Running, Way, check_lot, share
+from phasewise.methods.evict._running import KeptBudget, Running, Way, check_lot, share
 from phasewise.verbs.host import Host
 from phasewise.verbs.method import Method
 from phasewise.verbs.traits import Traits
@@ -68,6 +68,6 @@ class H2O(Method):
         way = Way("h2o", mean=self.mean, lot=self.lot, spread=self.spread)
         return Running(way, host.model.config, self._budget)
 
-    def _budget(self, prompt: int) -> Budget:
+    def _budget(self, prompt: int) -> KeptBudget:
         recent = share(self.recent, prompt)
-        return Budget(max(1, share(self.heavy, prompt) + recent), recent)
+        return KeptBudget(max(1, share(self.heavy, prompt) + recent), recent)

@@ -19,7 +19,7 @@ from phasewise.errors import UserError
 from phasewise.methods._amounts import check_amount
 from phasewise.methods.evict._allot import Heads, Layers, Spread
 from phasewise.methods.evict._noise import gumbel
-from phasewise.methods.evict._running import Budget, Running, Way, check_lot, share
+from phasewise.methods.evict._running import KeptBudget, Running, Way, check_lot, share
 from phasewise.ops.native.received import Shaping
 from phasewise.ops.native.weighed import Doubt
 from phasewise.step.probe import Shaped
@@ -91,9 +91,9 @@ class Keyformer(Method):
         way = Way("keyformer", mean=self.mean, lot=self.lot, spread=self.spread, shaped=shaped)
         return Running(way, host.model.config, self._budget)
 
-    def _budget(self, prompt: int) -> Budget:
+    def _budget(self, prompt: int) -> KeptBudget:
         rows = max(1, share(self.keep, prompt))
-        return Budget(rows, int(self.recent * rows))
+        return KeptBudget(rows, int(self.recent * rows))
 
 
 class Tempered:

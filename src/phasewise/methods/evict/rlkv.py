@@ -72,14 +72,14 @@ class RLKV(Method):
     def traits(self) -> Traits:
         return Traits("evict", frees_rows=self.share > 0)
 
-    def bind(self, host: Host) -> Cut | None:
+    def bind(self, host: Host) -> CutHeads | None:
         if self.share == 0:
             return None
         gates = host.artefact(self.artefact(host.model.config), self.weights)["gates"]
-        return Cut(self.cut(gates).to(host.model.device), Window(self.sinks, self.window))
+        return CutHeads(self.cut(gates).to(host.model.device), Window(self.sinks, self.window))
 
 
-class Cut:
+class CutHeads:
     """The heads `cut` [layers, H] see sinks and window, once the prompt is complete."""
 
     observes = 0

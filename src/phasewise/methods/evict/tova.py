@@ -12,7 +12,7 @@ from typing import ClassVar
 from phasewise.errors import UserError
 from phasewise.methods._amounts import check_amount
 from phasewise.methods.evict._allot import Layers, Spread
-from phasewise.methods.evict._running import Budget, Running, Way, check_lot, share
+from phasewise.methods.evict._running import KeptBudget, Running, Way, check_lot, share
 from phasewise.verbs.host import Host
 from phasewise.verbs.method import Method
 from phasewise.verbs.traits import Traits
@@ -60,5 +60,5 @@ class Tova(Method):
         way = Way("tova", sums=False, together=True, lot=self.lot, spread=self.spread)
         return Running(way, host.model.config, self._budget)
 
-    def _budget(self, prompt: int) -> Budget:
-        return Budget(max(1, share(self.keep, prompt)), 0)
+    def _budget(self, prompt: int) -> KeptBudget:
+        return KeptBudget(max(1, share(self.keep, prompt)), 0)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from phasewise.verbs.method import Method
-from phasewise.verbs.place import Placed, Placing, Plan
+from phasewise.verbs.place import Placed, PlacementPlan, Placing
 from phasewise.verbs.traits import Traits
 
 
@@ -20,5 +20,5 @@ class Colocated(Method, Placing):
     neutral: ClassVar[dict[str, object]] = {}
     traits: ClassVar[Traits] = Traits("place")
 
-    def build(self, plan: Plan) -> Placed:
+    def build(self, plan: PlacementPlan) -> Placed:
         return plan.engine(("prefill", "decode"), share=1.0)

@@ -14,7 +14,7 @@ from phasewise.cluster.router import Router
 from phasewise.cluster.supervisor import Timeouts
 from phasewise.errors import UserError
 from phasewise.verbs.method import Method
-from phasewise.verbs.place import Placed, Placing, Plan
+from phasewise.verbs.place import Placed, PlacementPlan, Placing
 from phasewise.verbs.traits import Traits
 
 
@@ -66,7 +66,7 @@ class Disaggregated(Method, Placing):
     def policy(self, now: float, cores: Sequence[int]) -> TwoPools:
         return TwoPools(self.prefill, self.decode, self.share, self.local, self.queue, self.transfer == "push")
 
-    def build(self, plan: Plan) -> Placed:
+    def build(self, plan: PlacementPlan) -> Placed:
         fronts = [
             plan.engine(("prefill",), self.share / self.prefill),
             plan.engine(("prefill", "decode"), (1.0 - self.share) / self.decode),

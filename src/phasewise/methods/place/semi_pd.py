@@ -15,7 +15,7 @@ from phasewise.cluster.shared_pool_policy import SharedPoolPolicy
 from phasewise.cluster.supervisor import Timeouts
 from phasewise.errors import UserError
 from phasewise.verbs.method import Method
-from phasewise.verbs.place import Placed, Placing, Plan
+from phasewise.verbs.place import Placed, PlacementPlan, Placing
 from phasewise.verbs.traits import Traits
 
 
@@ -82,7 +82,7 @@ class SemiPD(Method, Placing):
         )  # fmt: skip
         return SharedPoolPolicy(cores[: self.cores or None], goals, now)
 
-    def build(self, plan: Plan) -> Placed:
+    def build(self, plan: PlacementPlan) -> Placed:
         policy = self.policy(plan.clock(), plan.cores)
         fronts = [plan.engine(("prefill",), 1.0), plan.engine(("prefill", "decode"), 1.0)]
         return Router(plan.launcher(), policy, fronts, plan.clock, Timeouts(handoff=self.deadline))

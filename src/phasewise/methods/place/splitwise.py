@@ -14,7 +14,7 @@ from phasewise.cluster.router import Router
 from phasewise.cluster.supervisor import Timeouts
 from phasewise.errors import UserError
 from phasewise.verbs.method import Method
-from phasewise.verbs.place import Placed, Placing, Plan
+from phasewise.verbs.place import Placed, PlacementPlan, Placing
 from phasewise.verbs.traits import Traits
 
 
@@ -62,7 +62,7 @@ class Splitwise(Method, Placing):
     def policy(self, now: float, cores: Sequence[int]) -> PhasePools:
         return PhasePools(self.prompt, self.token, self.mixed, self.threshold)
 
-    def build(self, plan: Plan) -> Placed:
+    def build(self, plan: PlacementPlan) -> Placed:
         policy = self.policy(plan.clock(), ())
         front = plan.engine(("prefill", "decode"), policy.worker_specs()[0].share)
         return Router(plan.launcher(), policy, [front], plan.clock, Timeouts(handoff=self.deadline))

@@ -60,7 +60,7 @@ class Grammar(Method):
         return _Grammar(host, self)
 
 
-class Line:
+class GrammarState:
     """The state of one request in its grammar, and the masks that hold there and below."""
 
     def __init__(self, compiled: Compiled, words: Words, start: int) -> None:
@@ -72,9 +72,9 @@ class Line:
         self._matcher = compiled.start()
         self._below: Path = ()  # what the matcher has read beyond the request's tokens
 
-    def fork(self) -> Line:
+    def fork(self) -> GrammarState:
         self._back(0)
-        twin = object.__new__(Line)
+        twin = object.__new__(GrammarState)
         twin.words, twin.upto, twin.first, twin._below = self.words, self.upto, self.first, ()
         twin.masks, twin.added, twin._sure, twin._matcher = {}, {}, None, self._matcher.deep_copy()
         return twin
@@ -160,7 +160,7 @@ class Line:
             self._below = self._below[:kept]
 
 
-How = Callable[[Line, Path, Sequence[int]], Tensor | None]
+How = Callable[[GrammarState, Path, Sequence[int]], Tensor | None]
 
 
 class _Grammar(Chained):
@@ -185,7 +185,7 @@ class _Grammar(Chained):
             return
         assert self._grammars is not None
         words = self._grammars.words
-        mask = Line(compiled, words, 0).mask((), _stops(params, words))
+        mask = GrammarState(compiled, words, 0).mask((), _stops(params, words))
         if mask is None or not (mask & words.mask([i for i in params.allowed_token_ids if i < words.vocab])).any():
             kind = next(kind for kind in KINDS if kind in (params.ask or {}))
             raise UserError(f"{kind} and allowed_token_ids leave no token to begin with: allow more")
@@ -201,7 +201,7 @@ class _Grammar(Chained):
         asked = [_asked(context.request.params) for context in contexts]
         if not any(asked):
             return self.then.among(contexts)
-        masks = [self._of(Line.counts, context) if mine else None for mine, context in zip(asked, contexts)]
+        masks = [self._of(GrammarState.counts, context) if mine else None for mine, context in zip(asked, contexts)]
         return [_both(*pair) for pair in zip_longest(masks, self.then.among(contexts))]
 
     def __call__(self, logits: Tensor, contexts: Sequence[Context]) -> Dist:
@@ -212,7 +212,7 @@ class _Grammar(Chained):
         """Masks are filled in a thread while the model computes."""
         self._wait()
         self._pool = self._pool or ThreadPoolExecutor(1, "masks")
-        how = Line.counts if self.then.greedy(contexts) else Line.add
+        how = GrammarState.counts if self.then.greedy(contexts) else GrammarState.add
         self._beside = self._pool.submit(self._fill, how, [c for c in contexts if _asked(c.request.params)])
         self.then.ahead(contexts)
 
@@ -243,7 +243,7 @@ class _Grammar(Chained):
         self._wait()
         for row, context in enumerate(contexts):
             if _asked(context.request.params):
-                added = self._of(Line.add, context)
+                added = self._of(GrammarState.add, context)
                 if added is not None:
                     logits[row] += added.to(logits.device)
 
@@ -260,12 +260,12 @@ class _Grammar(Chained):
                 raise
             return None  # nobody gets there unless a draft is right; then the text has come to its end
 
-    def _line(self, request: Request) -> Line:
-        line: Line | None = request.state.get(NAME)
+    def _line(self, request: Request) -> GrammarState:
+        line: GrammarState | None = request.state.get(NAME)
         if line is None:
             compiled = self._compiled(request.params)
             assert self._grammars is not None
-            line = request.state[NAME] = Line(compiled, self._grammars.words, request.prompt_len)
+            line = request.state[NAME] = GrammarState(compiled, self._grammars.words, request.prompt_len)
         line.roll(request)
         return line
 

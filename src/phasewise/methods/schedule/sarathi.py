@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from phasewise.errors import UserError
 from phasewise.verbs.method import Method
-from phasewise.verbs.schedule import Budget, Work
+from phasewise.verbs.schedule import RowBudget, Work
 from phasewise.verbs.traits import Traits
 
 
@@ -50,7 +50,7 @@ class Sarathi(Method):
                 works.append(Work(job, job.rows))
                 left -= job.rows
         if prompts:
-            step = Budget(max(left, self.reserve))
+            step = RowBudget(max(left, self.reserve))
             for job in prompts:
                 step.give(job, job.rows)
             works += step.works

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from phasewise.errors import UserError
 from phasewise.methods.schedule._latency import Latency
 from phasewise.verbs.method import Method
-from phasewise.verbs.schedule import Budget, Work
+from phasewise.verbs.schedule import RowBudget, Work
 from phasewise.verbs.traits import Traits
 
 AIM = 0.95  # of a TPOT target: steps are not as long as predicted to the millisecond
@@ -113,7 +113,7 @@ class _Slo:
     def _fill(self, room: int, hurried: Sequence[Any], others: Sequence[Any]) -> list[Work]:
         """`room` rows for these jobs, in their orders; what is set aside for the others and not used goes back."""
         aside = math.ceil(self.share * room)
-        step = Budget(aside)
+        step = RowBudget(aside)
         for job in others:
             step.give(job, job.rows)
         step.left += room - aside

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from phasewise.errors import UserError
 from phasewise.verbs.method import Method
-from phasewise.verbs.schedule import Budget, Work
+from phasewise.verbs.schedule import RowBudget, Work
 from phasewise.verbs.traits import Traits
 
 
@@ -47,7 +47,7 @@ class SplitFuse(Method):
 
     def plan(self, live: Sequence[Any], now: float) -> list[Work]:
         decodes = sorted((job for job in live if not job.prefilling), key=_latest)
-        step = Budget(self.budget)
+        step = RowBudget(self.budget)
         for job in decodes:
             step.give(job, 1)
         for job in live:

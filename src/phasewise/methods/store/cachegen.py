@@ -16,8 +16,8 @@ from phasewise.errors import UserError
 from phasewise.kv.buffer import Codec, KVShape, Raw
 from phasewise.kv.wire import Numbers, Wire
 from phasewise.methods.store._cachegen import entropy
-from phasewise.methods.store._cachegen.chunked import Chunked, Cut
-from phasewise.methods.store.slab import Slab
+from phasewise.methods.store._cachegen.chunked import Chunked, ChunkPlan
+from phasewise.methods.store.slab import SlabStore
 from phasewise.verbs.host import Host
 from phasewise.verbs.method import Method
 from phasewise.verbs.store import Storing
@@ -83,7 +83,7 @@ class CacheGen(Method, Storing):
 
     @property
     def traits(self) -> Traits:
-        inner = "" if isinstance(self.rest, Slab) else f":rest={name_of('store', self.rest)}"
+        inner = "" if isinstance(self.rest, SlabStore) else f":rest={name_of('store', self.rest)}"
         rest: Traits = self.rest.traits
         return replace(rest, inner=inner, own_wire=True)
 
@@ -100,7 +100,7 @@ class CacheGen(Method, Storing):
         if self.level == "auto" and self.chunk % unit:
             raise UserError(f"cachegen: chunk={self.chunk} must be a multiple of the decode method's block of {unit}")
         level = None if self.level == "auto" else self.level
-        cut = Cut(level, self.chunk, self.group, self.deadline)
+        cut = ChunkPlan(level, self.chunk, self.group, self.deadline)
         if level == 0:
             return None
         wire, codec = Chunked(cut, shapes, self.bandwidth), self.codec()

@@ -12,7 +12,7 @@ from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class Slab(Method, Storing):
+class SlabStore(Method, Storing):
     """Rows in the model's own dtype."""
 
     paper: ClassVar[str] = ""

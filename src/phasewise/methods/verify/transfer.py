@@ -20,7 +20,7 @@ REJECTION = Rejection()
 
 
 @dataclass(frozen=True)
-class Transfer(Method):
+class TransferVerifier(Method):
     """The target's logits move by eta * (q - p) for tokens with at least `share` times the chance of the drafter's
     best: made for `--draft rapid`, whose drafter has read what matters. With eta=0 it is `rejection`.
 

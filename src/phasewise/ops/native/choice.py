@@ -121,7 +121,7 @@ class Chosen:
         return sum(self._ways.beside or ()) * self._ways.slot
 
 
-class Rest(NamedTuple):
+class UnlistedRest(NamedTuple):
     """For a single row whose list leaves something out: the share of weight that the list holds, float32 [Hq], and what
     stands for all else, float32 [H, D]."""
 
@@ -146,7 +146,7 @@ class Ballot(NamedTuple):
     layer: LayerChoiceStruct
     v: Tensor | None = None
     v_scale: Tensor | None = None
-    rest: Rest | None = None
+    rest: UnlistedRest | None = None
 
 
 def takes(ballot: Ballot) -> bool:

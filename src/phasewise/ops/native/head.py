@@ -10,7 +10,7 @@ from torch import Tensor
 
 from phasewise.ops.native import library
 from phasewise.ops.native.abi import HeadCallStruct, NormStruct
-from phasewise.ops.native.weights import Packed
+from phasewise.ops.native.weights import PackedWeights
 
 
 class Head:
@@ -22,7 +22,7 @@ class Head:
     another than that of the call before.
     """
 
-    def __init__(self, weights: Packed, norm: Tensor, eps: float, cap: float | None = None) -> None:
+    def __init__(self, weights: PackedWeights, norm: Tensor, eps: float, cap: float | None = None) -> None:
         kernels = library()
         assert kernels is not None
         self.weights, self._norm, self._cap = weights, NormStruct(weight=norm.float().contiguous(), eps=eps), cap or 0.0

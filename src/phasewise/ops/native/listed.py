@@ -10,7 +10,7 @@ from torch import Tensor
 
 from phasewise.ops.native import fit, library
 from phasewise.ops.native.abi import ListedCallStruct, ListedStruct, PagesCallStruct, PagesStruct, Structures
-from phasewise.ops.native.choice import Rest
+from phasewise.ops.native.choice import UnlistedRest
 
 
 class Listed(NamedTuple):
@@ -22,7 +22,7 @@ class Listed(NamedTuple):
     v: Tensor
     slots: Tensor
     scales: tuple[Tensor, Tensor] | None = None
-    rest: Rest | None = None
+    rest: UnlistedRest | None = None
 
 
 class Pages(NamedTuple):

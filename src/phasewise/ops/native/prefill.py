@@ -7,7 +7,7 @@ from torch import Tensor
 
 from phasewise.ops.native import fit, library
 from phasewise.ops.native.abi import PrefillCallStruct
-from phasewise.ops.native.spans import Seen
+from phasewise.ops.native.spans import SeenWindow
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor, scales: tuple[Tensor, Tensor] | None = None) -> bool:
@@ -17,7 +17,7 @@ def fits(q: Tensor, k: Tensor, v: Tensor, scales: tuple[Tensor, Tensor] | None =
 
 def causal(
     q: Tensor, k: Tensor, v: Tensor, scale: float | tuple[float, float], scales: tuple[Tensor, Tensor] | None = None,
-    seen: Seen | None = None,
+    seen: SeenWindow | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of the last R of N rows, row i seeing 0 .. N-R+i, or as `seen` (without `seats`) has it.
     -> [R, Hq, D]. The tensors must fit (`fits`).
@@ -29,7 +29,7 @@ def causal(
 
 def causal_lse(
     q: Tensor, k: Tensor, v: Tensor, scale: float, scales: tuple[Tensor, Tensor] | None = None,
-    seen: Seen | None = None,
+    seen: SeenWindow | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`causal`, and the log-sum-exp of the scores, float32 [R, Hq]."""
     out, lse = _prefill(q, (k, v, scales), scale, seen, with_lse=True)
@@ -49,12 +49,12 @@ def masked(
     a row's numbers are its levels times its scale, in q's dtype. `scale` may come with a softcap: a score s becomes
     softcap tanh(s / softcap).
     """
-    return _prefill(q, (k, v, scales), scale, Seen(0, block=q.shape[0]), mask)[0]
+    return _prefill(q, (k, v, scales), scale, SeenWindow(0, block=q.shape[0]), mask)[0]
 
 
 def _prefill(
     q: Tensor, kv: tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None], scale: float | tuple[float, float],
-    seen: Seen | None, mask: Tensor | None = None, with_lse: bool = False,
+    seen: SeenWindow | None, mask: Tensor | None = None, with_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """One call: what is read of k, v and their scales, and the log-sum-exp of each query's scores, float32 [R, Hq], if
     asked for."""

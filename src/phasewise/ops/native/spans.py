@@ -21,7 +21,7 @@ from phasewise.ops.native.abi import (
 )
 
 
-class Seen(NamedTuple):
+class SeenWindow(NamedTuple):
     """The attention window of rows: `window` slots up to their own, and the first `sinks`; or all (0).
 
     Of their span's own slots, those up to the end of their `block` of so many rows, counted from the span's first.
@@ -45,7 +45,7 @@ class Seen(NamedTuple):
         )  # fmt: skip
 
 
-class Rest(NamedTuple):
+class SecondClass(NamedTuple):
     """Further planes of a Side in two classes: `upper` uint8 [1, B, bytes], a bit for each slot of a block; `scale`
     float16 [1, 1, H * D]; the planes of those whose bit is not set, of `bits` each."""
 
@@ -76,7 +76,7 @@ class Side(NamedTuple):
     group: int
     thin: Sequence[Tensor] = ()
     apart: Sequence[Tensor] = ()
-    rest: Rest | None = None
+    rest: SecondClass | None = None
 
     @property
     def struct(self) -> SealedStruct:
@@ -125,7 +125,7 @@ class Few(NamedTuple):
     sees: Tensor | None = None
     start: int = 0
     scales: tuple[Tensor, Tensor] | None = None
-    seen: Seen | None = None
+    seen: SeenWindow | None = None
     sealed: tuple[Side, Side] | None = None
     heads: int = 0
 
@@ -167,7 +167,7 @@ def starts(commons: Sequence[Common], spans: int) -> list[int]:
     return out
 
 
-class Table:
+class CommonTable:
     """Commons as the kernels take them: `count` structures at `address` (0: there are none), alive with the object."""
 
     __slots__ = ("_structs", "address", "count")
@@ -216,7 +216,7 @@ def attend(
         own = slice(at, at + rows)
         structs.append(_span(few, reach, out[own], None if lse is None else lse[own]))
         at += rows
-    shared = Table(commons)
+    shared = CommonTable(commons)
     call = AttentionCallStruct(
         spans=Structures(SpanStruct, structs), count=len(spans), heads_q=heads_q, heads=spans[0].k.shape[0], dim=dim,
         kind=fit.KIND[kind], window=window or 0, threads=torch.get_num_threads(), scale=scale, commons=shared.address,

@@ -26,9 +26,9 @@ from phasewise.ops.native.abi import (
     address,
 )
 from phasewise.ops.native.choice import Chosen
-from phasewise.ops.native.spans import Common, Table, reaches
+from phasewise.ops.native.spans import Common, CommonTable, reaches
 from phasewise.ops.native.weighed import Weighs
-from phasewise.ops.native.weights import Packed
+from phasewise.ops.native.weights import PackedWeights
 
 SLICE = 64  # a span of more rows is a slice of a prompt, unless it is a tree (LONG in stack.cpp)
 
@@ -45,8 +45,8 @@ class StackNorm(NamedTuple):
 class StackExperts:
     """A layer's experts, gate and up with down; the router's weights are bfloat16 whatever theirs are."""
 
-    router: Packed
-    products: Sequence[tuple[Packed, Packed]]
+    router: PackedWeights
+    products: Sequence[tuple[PackedWeights, PackedWeights]]
     top: int
     renormalise: bool
 
@@ -57,8 +57,8 @@ class StackLayer:
     [Hq + H, D] is of queries and keys, each head by itself; or, if `whole`, over all queries of a row, then over all
     its keys. `turn` is its rotation."""
 
-    attention: tuple[Packed, Packed] | None  # qkv, o
-    mlp: tuple[Packed, Packed] | StackExperts | None  # gate and up, down
+    attention: tuple[PackedWeights, PackedWeights] | None  # qkv, o
+    mlp: tuple[PackedWeights, PackedWeights] | StackExperts | None  # gate and up, down
     norms: Sequence[StackNorm | None]  # before and after attention, before and after the MLP
     heads_norm: StackNorm | None
     whole: bool
@@ -174,7 +174,7 @@ class Stack:
     """
 
     def __init__(
-        self, layers: Sequence[StackLayer], shape: StackShape, table: Packed | Tensor, scale: float = 1.0
+        self, layers: Sequence[StackLayer], shape: StackShape, table: PackedWeights | Tensor, scale: float = 1.0
     ) -> None:
         kernels = library()
         assert kernels is not None
@@ -255,7 +255,7 @@ class Stack:
         choice, and slices, are no members of `commons`. Raises IndexError for a token that has no embedding, and
         nothing is written.
         """
-        Halves(self, numbers, turns, spans, Rows(x), commons).upto(2 * self.count)
+        Halves(self, numbers, turns, spans, PassBuffers(x), commons).upto(2 * self.count)
 
     def call(self, x: Tensor) -> StackCallStruct:
         """The call that writes x; what was set in it for the last one is to be set anew."""
@@ -278,7 +278,7 @@ class Stack:
         return self._table.vocab
 
 
-class Rows(NamedTuple):
+class PassBuffers(NamedTuple):
     """The buffers that a pass writes: x bfloat16 [T, d]; and, if it stops in between, what the layer under way goes on
     from: qkv bfloat16 [T, Hq + 2 H, D], read bfloat16 [T, Hq, D], far [T, Hq, D] (queries of sinks)."""
 
@@ -300,7 +300,7 @@ class Halves:
                  "_turns", "x")  # fmt: skip
 
     def __init__(
-        self, stack: Stack, numbers: array[int], turns: Turns, spans: Sequence[StackSpan], rows: Rows,
+        self, stack: Stack, numbers: array[int], turns: Turns, spans: Sequence[StackSpan], rows: PassBuffers,
         commons: Sequence[Common] = (),
     ) -> None:  # fmt: skip
         self.x, self._stack, self._numbers, self._turns = rows.x, stack, numbers, turns
@@ -313,7 +313,7 @@ class Halves:
         for some, place, reach in zip(pieces, self._places, reaches(commons, len(spans))):
             for i, one in enumerate(some, place):
                 one.fill(self._table[i], reach)
-        self._shared = Table([c._replace(members=tuple(self._places[m] for m in c.members)) for c in commons])
+        self._shared = CommonTable([c._replace(members=tuple(self._places[m] for m in c.members)) for c in commons])
 
     @property
     def between(self) -> tuple[Tensor, Tensor]:

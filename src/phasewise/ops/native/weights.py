@@ -16,7 +16,7 @@ WIDTH = 64  # outputs per panel, as in kernels.h
 SLICE = 16 << 20  # bytes of a weight that are packed at a time
 
 
-class Packed:
+class PackedWeights:
     """x [T, in] -> x W^T + bias (+ add) [T, out] for float32 or bfloat16 rows; the result has the rows' dtype.
 
     Sums are taken in one order, so a row's result does not depend on how many rows there are. bfloat16 weights: the

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from phasewise.bench.forced import STRETCH, Forced, ForcedTokens, write
 from phasewise.bench.prompts import text_prompts
-from phasewise.kv.blocks import SIDES, BlockCut, Blocks
+from phasewise.kv.blocks import SIDES, BlockCodec, BlockCut
 from phasewise.kv.buffer import KVShape
 from phasewise.reproduce import loads
 from phasewise.reproduce.lab import Lab
@@ -66,7 +66,7 @@ def rows_of_a_prompt(lab: Lab, length: int = 1024, model: str = "pocket") -> lis
 
 
 @torch.inference_mode()
-def errors(rows: Sequence[tuple[Tensor, Tensor]], codec: Blocks) -> tuple[float, float]:
+def errors(rows: Sequence[tuple[Tensor, Tensor]], codec: BlockCodec) -> tuple[float, float]:
     """The error of packed keys and values as a share of their norm, a mean over the layers."""
     off: tuple[list[float], list[float]] = [], []
     for layer in rows:

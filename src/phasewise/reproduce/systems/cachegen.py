@@ -13,7 +13,7 @@ from torch import Tensor
 from phasewise.bench.stats import means
 from phasewise.builder import Builder
 from phasewise.engine.limits import Limits
-from phasewise.kv.wire import Dump, Origin
+from phasewise.kv.wire import Dump, RowsOrigin
 from phasewise.methods.store._cachegen.rounding import LEVELS, Rounded, compress
 from phasewise.options import parse
 from phasewise.reproduce import loads
@@ -56,7 +56,7 @@ def sent(lab: Lab) -> Iterator[tuple[Dump, Dump, int]]:
             engine.step()
         assert request.kv is not None and request.kv.wire is not None
         rows = request.kv.dump()
-        encoded = request.kv.wire.encode(rows, Origin())
+        encoded = request.kv.wire.encode(rows, RowsOrigin())
         yield rows, request.kv.wire.decode(encoded.content), sum(chunk.nbytes for chunk in encoded.content["chunks"])
         engine.depart(request)
 

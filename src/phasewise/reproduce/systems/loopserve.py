@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from phasewise.bench.stats import shares
-from phasewise.methods.attend._lines import Lines, masses
+from phasewise.methods.attend._lines import AttentionLines, masses
 from phasewise.methods.attend.loopserve import Looping, LoopServe
 from phasewise.model.config import ModelConfig
 from phasewise.reproduce import loads
@@ -75,7 +75,7 @@ class _Watched(Looping):
         super().__init__(watched.of, config)
         self.watched = watched
 
-    def lines(self, read: Read) -> Lines:
+    def lines(self, read: Read) -> AttentionLines:
         found, size, n = super().lines(read), self.knobs.block, read.q.shape[0]
         mass, at = masses(read, list(range(n)), size), read.q_positions // size
         seen = found.of(at, torch.arange(mass.shape[2])[None])

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from phasewise.methods.decode.speculative import Speculative
 from phasewise.methods.draft._pieces import Pieces, Scorer
 from phasewise.methods.draft.rapid import Rapid
-from phasewise.methods.verify.transfer import Transfer
+from phasewise.methods.verify.transfer import TransferVerifier
 from phasewise.reproduce import loads
 from phasewise.reproduce.lab import Lab
 from phasewise.reproduce.play import PlayedRun
@@ -90,7 +90,7 @@ SYSTEM = System(
                 "chunks of 512 tokens, 8,192 of them kept, chosen by a trained embedding model"),
     method=METHOD,
     baseline=Setting(most=1),
-    control=Setting(objects={"decode": Speculative(Anywhere(k=K, context=CONTEXT), Transfer(eta=ETA))}, most=1),
+    control=Setting(objects={"decode": Speculative(Anywhere(k=K, context=CONTEXT), TransferVerifier(eta=ETA))}, most=1),
     control_is="as many pieces of the prompt, drawn at random",
     load=loads.answering("recall@2k", "passkey@2k", n=8),
     missing=("speed beyond 32K tokens: the pocket model's context is 2,048, and reading it a small part of a pass",),

@@ -13,7 +13,7 @@ from starlette.types import Receive
 
 from phasewise.llm import LLM
 from phasewise.request.params import SLO, Params
-from phasewise.request.request import Left, Request
+from phasewise.request.request import Departure, Request
 from phasewise.request.text import Text
 from phasewise.serve.completions.logprobs import LogprobFormatter, TokenScore, by_id
 from phasewise.serve.completions.provenance import Origins
@@ -100,7 +100,7 @@ class AnswerDelta:
     origins: list[dict[str, Any]] | None = None  # how its tokens came about, where that is asked
 
 
-def finish_reason(left: Left) -> str:
+def finish_reason(left: Departure) -> str:
     """'stop' or 'length'; ApiError for the other ways to leave, as far as the client can still be told."""
     if left.how == "failed":
         if left.asked:

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from phasewise.kv.buffer import KVShape
-from phasewise.kv.wire import Dump, Encoded, Misfit, Origin, bits_of, from_bits, opened, sealed
+from phasewise.kv.wire import Dump, Encoded, Misfit, RowsOrigin, bits_of, from_bits, opened, sealed
 from phasewise.methods.store._cachegen import entropy
-from phasewise.methods.store._cachegen.pacing import Pacer
+from phasewise.methods.store._cachegen.pacing import LinkPacer
 from phasewise.methods.store._cachegen.rounding import LEVELS, Rounded, compress, expand, forms
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ChunkPlan:
     """How rows are cut and coded: `level` None = chosen per chunk, so that a move takes at most `deadline` seconds."""
 
     level: int | None
@@ -34,7 +34,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class ChunkRows:
     """A chunk's rows of one slab: keys and values [h, r, D] of a layer."""
 
     layer: int
@@ -44,11 +44,11 @@ class Block:
 class Chunked:
     """See `Wire`. `bandwidth`: bytes a second of the link if it is known, else it is measured."""
 
-    def __init__(self, cut: Cut, shapes: Sequence[KVShape], bandwidth: float | None = None) -> None:
+    def __init__(self, cut: ChunkPlan, shapes: Sequence[KVShape], bandwidth: float | None = None) -> None:
         self.cut, self.shapes = cut, list(shapes)
         self.fixed = cut.level is not None
         self.form = f"chunked 1: {cut}"
-        self.pace = Pacer([shapes[0].dtype.itemsize, *map(self._most, range(1, len(LEVELS) + 1))], bandwidth)
+        self.pace = LinkPacer([shapes[0].dtype.itemsize, *map(self._most, range(1, len(LEVELS) + 1))], bandwidth)
 
     def _most(self, level: int) -> float:
         """Bytes a number can take at a level, without scales."""
@@ -59,7 +59,7 @@ class Chunked:
         return LEVELS[level - 1].steps(layer, len(self.shapes))
 
     # ---- the wire
-    def encode(self, dumped: Dump, origin: Origin) -> Encoded:
+    def encode(self, dumped: Dump, origin: RowsOrigin) -> Encoded:
         chunks = [list(self._blocks(dumped, at)) for at in range(self._count(map(_shape, dumped)))]
         plan = self._plan(chunks, origin)
         levels = [level for level in plan if level is not None]
@@ -94,7 +94,7 @@ class Chunked:
         self.pace.delivered(n_bytes, seconds)
 
     # ---- all chunks
-    def _plan(self, chunks: Sequence[Sequence[Block]], origin: Origin) -> list[int | None]:
+    def _plan(self, chunks: Sequence[Sequence[ChunkRows]], origin: RowsOrigin) -> list[int | None]:
         if self.cut.level is not None:
             return [self.cut.level] * len(chunks)
         self.pace.computed(origin.rows, origin.seconds)
@@ -104,13 +104,13 @@ class Chunked:
     def _count(self, shapes: Iterator[list[int] | None]) -> int:
         return -(-max((shape[1] for shape in shapes if shape), default=0) // self.cut.chunk)
 
-    def _blocks(self, dumped: Dump, at: int) -> Iterator[Block]:
+    def _blocks(self, dumped: Dump, at: int) -> Iterator[ChunkRows]:
         """Views of the rows of chunk `at`, slab by slab."""
         layer, rows = 0, slice(at * self.cut.chunk, (at + 1) * self.cut.chunk)
         for piece in dumped:
             planes = [plane[:, rows] for plane in piece["planes"]]
             if planes and planes[0].shape[1]:
-                yield Block(layer, planes)
+                yield ChunkRows(layer, planes)
             layer += bool(piece.get("last"))
 
     def _dump(self, pieces: Sequence[dict[str, Any]], levels: Sequence[int], messages: Sequence[Tensor]) -> Dump:
@@ -137,7 +137,7 @@ class Chunked:
             layer += piece["last"]
 
     # ---- one chunk
-    def _rounded(self, blocks: Sequence[Block], level: int) -> list[list[Rounded]] | None:
+    def _rounded(self, blocks: Sequence[ChunkRows], level: int) -> list[list[Rounded]] | None:
         """The rounded forms of every plane; None if there is a number that is not finite."""
         found = []
         for block in blocks:
@@ -147,7 +147,7 @@ class Chunked:
                     return None
         return found
 
-    def _encode(self, blocks: Sequence[Block], level: int) -> tuple[bytes, int]:
+    def _encode(self, blocks: Sequence[ChunkRows], level: int) -> tuple[bytes, int]:
         """The bytes of a chunk, and the level they are at: rows that cannot be rounded go as they are."""
         rounded = self._rounded(blocks, level) if level else None
         if rounded is None:
@@ -156,7 +156,7 @@ class Chunked:
         streams = [(form.symbols.T.contiguous().cpu().numpy(), 2 * form.steps + 1) for form in every]
         return bits_of(form.scales for form in every) + entropy.encode(streams), level
 
-    def _decode(self, body: bytes, level: int, blocks: Sequence[Block]) -> list[Tensor]:
+    def _decode(self, body: bytes, level: int, blocks: Sequence[ChunkRows]) -> list[Tensor]:
         """The numbers of every plane, [h, r, D]."""
         planes, group = list(_planes(blocks)), self.cut.group
         if not level:
@@ -188,11 +188,11 @@ def _known(pieces: Sequence[dict[str, Any]]) -> str:
     return hashlib.blake2b(json.dumps(plain).encode() + bits_of(tensors), digest_size=16).hexdigest()
 
 
-def _planes(blocks: Sequence[Block]) -> Iterator[Tensor]:
+def _planes(blocks: Sequence[ChunkRows]) -> Iterator[Tensor]:
     return (plane for block in blocks for plane in block.planes)
 
 
-def _numbers(blocks: Sequence[Block]) -> int:
+def _numbers(blocks: Sequence[ChunkRows]) -> int:
     return sum(plane.numel() for plane in _planes(blocks))
 
 

@@ -50,7 +50,7 @@ def choose(
     return plan
 
 
-class Pacer:
+class LinkPacer:
     """What a sender has learnt: bytes a second of its link, bytes a number at each level, seconds a row to compute.
 
     `guesses`: bytes a number at each level before any has been encoded. `bandwidth`: bytes a second, if it is known.
