@@ -18,6 +18,7 @@ settings.load_profile("unhurried")
 
 SCRATCH = pytest.StashKey[str]()
 LEFT_OUT = pytest.StashKey[int]()
+LATER = pytest.StashKey[int]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -50,6 +51,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="all",
         help="quick: without the thorough tests, but for those in files or folders that are named; rest: only them",
     )
+    parser.addoption(
+        "--turns",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of the thorough tests run every Nth file, another lot each day; what is named runs anyway",
+    )
 
 
 def pytest_report_header() -> str:
@@ -66,11 +74,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         listed = tiers.thorough(file, getattr(item, "originalname", item.name))
         hard = listed or item.get_closest_marker("thorough") is not None
         (runs if tiers.chosen(tier, hard, tiers.named(file, given)) else left_out).append(item)
+    later = tiers.later({tiers.file(item.path) for item in runs}, config.getoption("--turns"), seeds.turn(), given)
+    if tier == "rest" and later:
+        waiting = [item for item in runs if tiers.file(item.path) in later]
+        config.hook.pytest_deselected(items=waiting)
+        config.stash[LATER] = len(waiting)
+        runs = [item for item in runs if tiers.file(item.path) not in later]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
     config.stash[LEFT_OUT] = len(left_out)
     if hasattr(config, "workeroutput"):  # of pytest-xdist: goes to the process that writes the summary
-        config.workeroutput["left out"] = len(left_out)
+        config.workeroutput |= {"left out": len(left_out), "later": config.stash.get(LATER, 0)}
     items[:] = sorted(runs, key=lambda item: tiers.place(tiers.file(item.path)))
 
 
@@ -78,6 +92,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_testnodedown(node: Any) -> None:
     if hasattr(node, "workeroutput"):  # it has not crashed; each has collected the same
         node.config.stash[LEFT_OUT] = node.workeroutput.get("left out", 0)
+        node.config.stash[LATER] = node.workeroutput.get("later", 0)
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
@@ -95,6 +110,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
             terminalreporter.write_line(f"{tests} left out as thorough (tests/tiers.py): {how}")
         else:
             terminalreporter.write_line(f"{tests} left out as not thorough (tests/tiers.py): make test runs them")
+    if later := config.stash.get(LATER, 0):
+        how = 'make test-rest ARGS="--turns 1" runs all'
+        terminalreporter.write_line(f"{later} thorough tests have their turn on another day: {how}")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

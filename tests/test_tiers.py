@@ -127,6 +127,21 @@ def test_both_tiers_are_all_and_share_nothing(tree: Path) -> None:
     assert ran(tree, "--tier", "rest") == (REST, said, 0)
 
 
+def test_every_thorough_file_has_its_turn_and_named_ones_do_not_wait(tree: Path) -> None:
+    days = ["2026-11-28", "2026-11-29"]
+    lots = [ran(tree, "--tier", "rest", "--turns", "2", "--draws", day)[0] for day in days]
+    assert lots[0] | lots[1] == REST and not lots[0] & lots[1] and all(lots)
+    for day in days:  # whatever is named runs
+        words = ("--tier", "rest", "--turns", "2", "--draws", day)
+        passed, _, _ = ran(tree, *words, "tests/laws", "tests/sample", "tests/place")
+        assert passed == REST
+    files = {f"kv/test_{i}.py" for i in range(9)} | set(tiers.LONGEST[:6])
+    for turns in (1, 2, 3):
+        waiting = [tiers.later(files, turns, day, []) for day in range(turns)]
+        assert all(sum(file not in lot for lot in waiting) == 1 for file in files)
+        assert all(len([file for file in tiers.LONGEST[:6] if file not in lot]) == 6 // turns for lot in waiting)
+
+
 def test_what_is_named_runs_whole(tree: Path) -> None:
     words = ("--tier", "quick", "laws", f"{PART}::{HARD}", "-n", "1")
     assert ran(tree, *words, folder="tests") == ({f"{WHOLE}::test_w", *IN_PART}, "", 0)
@@ -159,7 +174,7 @@ def test_make_runs_the_tiers_and_continuous_integration_both_of_them() -> None:
         return [line.partition(" -m pytest ")[2] for line in done.stdout.splitlines() if " -m pytest " in line]
 
     (quick,), (rest,), (everything, pairs) = make("test"), make("test-rest"), make("test-all")
-    assert "--tier quick" in quick and "--tier rest" in rest
+    assert "--tier quick" in quick and "--tier rest --turns 3" in rest
     assert "--tier" not in everything and "--all-pairs tests/laws" in pairs and "--tier" not in pairs
     steps = re.search(r"^for step in (.*); do$", (ROOT / ".ci" / "run").read_text(), re.M)
     assert steps is not None and steps[1].split() == ["lint", "types", "rooms", "test", "test-rest"]

@@ -1,5 +1,7 @@
 """Which tests are thorough: `make test` leaves them to `make test-rest`, and continuous integration runs both.
 
+`make test-rest` runs every third file of them, another lot each day. `make test-rest ARGS="--turns 1"` runs all.
+
 The quick tier has every law of every method, and tests of each part. What is thorough holds the same over more: other
 combinations, instruction sets, formats and settings, real processes for longer. A new test belongs here if it takes
 many seconds and something quicker would find most of what it finds. Of laws over many combinations a run takes a
@@ -9,7 +11,7 @@ sample, another one every day (`tests/seeds.py`).
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -158,6 +160,13 @@ def named(file: str, given: Sequence[str]) -> bool:
 def chosen(tier: str, thorough: bool, named: bool) -> bool:
     """Whether a test runs. Who names a thorough one wants it, in the quick tier too."""
     return tier == "all" or (thorough if tier == "rest" else named or not thorough)
+
+
+def later(files: Collection[str], turns: int, today: int, given: Sequence[str]) -> set[str]:
+    """The files whose turn is on another day. Within `turns` days each has one; the longest are spread over all days.
+    What the command line names does not wait."""
+    ranked = sorted(files, key=lambda file: (place(file), file))
+    return {file for i, file in enumerate(ranked) if i % turns != today % turns and not named(file, given)}
 
 
 def place(file: str) -> int:
