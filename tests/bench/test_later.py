@@ -24,7 +24,7 @@ from phasewise.llm import LLM
 from phasewise.load import model_path
 from phasewise.reproduce.conversations import seconds
 from phasewise.reproduce.lab import Lab, Scale
-from phasewise.reproduce.system import BenchSetting as Contender
+from phasewise.reproduce.system import Setting as Contender
 from phasewise.train.tasks import Message, held_out
 from tests.serve.tiny_chat import chat_checkpoint
 

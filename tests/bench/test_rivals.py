@@ -12,7 +12,7 @@ from phasewise.bench.rivals import Contest, Rival, rivals
 from phasewise.bench.workloads import Shot
 from phasewise.errors import UserError
 from phasewise.request.trace import Trace
-from tests.bench.test_load import ServedRequest as Server
+from tests.bench.test_load import Served as Server
 from tests.bench.test_load import at
 
 A, B = "http://a:1", "http://b:2"

@@ -74,7 +74,7 @@ def test_a_server_drafts_unless_told_otherwise(cli: Cli, monkeypatch: pytest.Mon
 def test_train_passes_everything_on(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen, tiny = list[Any](), list[float]()
 
-    def train(job: phasewise.train.pocket.Job) -> Path:
+    def train(job: phasewise.train.pocket.PocketJob) -> Path:
         seen.append(job)
         tiny.append(float(torch.tensor(1e-20) * 1e-20))
         return tmp_path / "model"
@@ -83,7 +83,7 @@ def test_train_passes_everything_on(cli: Cli, monkeypatch: pytest.MonkeyPatch, t
     (tmp_path / "checkpoint.pt").touch()
     words = ("--size", "draft", "--tokens", 99, "--seed", 3, "--resume", "--batch-tokens", 512, "--validate-minutes", 2)
     said = cli("train", "pocket", "--out", tmp_path, *words)
-    assert said.code == 0 and seen == [phasewise.train.pocket.Job(tmp_path, "draft", 99, 3, True, 512, 2.0)]
+    assert said.code == 0 and seen == [phasewise.train.pocket.PocketJob(tmp_path, "draft", 99, 3, True, 512, 2.0)]
     assert said.out.strip() == str(tmp_path / "model")
     assert (tiny == [0.0] or platform.machine() != "x86_64") and float(torch.tensor(1e-20) * 1e-20) > 0
 

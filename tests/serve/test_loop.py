@@ -14,7 +14,7 @@ from phasewise.errors import UserError
 from phasewise.request.counters import Counters
 from phasewise.request.params import Params
 from phasewise.request.request import Departure, Request
-from phasewise.serve.loop import EngineLoop, Full, OutputStream, Unavailable
+from phasewise.serve.loop import EngineLoop, OutputStream, ServerBusy, Unavailable
 from phasewise.serve.notifier import Notifier
 
 
@@ -202,7 +202,7 @@ def test_the_queue_is_bounded() -> None:
         numbers.hold.clear()
         some = feeds(5, 5)
         await loop.add(some)
-        with pytest.raises(Full):
+        with pytest.raises(ServerBusy):
             await loop.add(feeds(1, 1))
         with pytest.raises(UserError):
             await loop.add(feeds(1, 1, 1, 1))  # more than it ever takes: trying again would not help

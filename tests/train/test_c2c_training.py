@@ -14,7 +14,7 @@ from torch import Tensor
 
 from phasewise.cli.app import main
 from phasewise.methods.decode.c2c import C2C, fuse
-from phasewise.methods.decode.c2c import TrainedFuser as Serving
+from phasewise.methods.decode.c2c import Fuser as Serving
 from phasewise.model import artefacts
 from phasewise.model.artefacts import Artefact, fingerprint
 from phasewise.model.model import Model

@@ -111,7 +111,7 @@ class EngineLoop:
     async def add(self, feeds: Sequence[OutputStream]) -> None:
         """Hand requests over, all or none: returns when the engine has accepted them.
 
-        Raises UserError if one can never run, Full or Unavailable if the server cannot take them now.
+        Raises UserError if one can never run, ServerBusy or Unavailable if the server cannot take them now.
         """
         if self.failed is not None:
             raise Unavailable(f"the engine has failed ({self.failed}); restart the server")
