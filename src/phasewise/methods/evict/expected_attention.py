@@ -47,8 +47,7 @@ class ExpectedAttention(Method):
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {"keep": 1.0}
-    # what stays is read like any other KV
-    traits: ClassVar[Traits] = Traits("evict", frees_rows=True, phases=("prefill",))
+    traits: ClassVar[Traits] = Traits("evict", frees_rows=True, phases=("prefill",))  # decode reads what stays as ever
     budgets: ClassVar[tuple[dict[str, object], ...]] = ({"keep": 0.5}, {"keep": 0.25}, {"keep": 0.125})
     tight: ClassVar[dict[str, object]] = {"keep": 8.0, "sample": 4, "sinks": 1}
 
@@ -75,8 +74,7 @@ class _ExpectedAttention:
 
     def capacity(self, prompt: int) -> int:
         """Rows per head that stay of a prompt, on average."""
-        keep = self.knobs.keep
-        return max(int(keep * prompt) if keep <= 1 else int(keep), self.knobs.sinks, 1)
+        return max(int(self.knobs.keep * (prompt if self.knobs.keep <= 1 else 1)), self.knobs.sinks, 1)
 
     def plan(self, span: Span) -> AttentionPlan:
         length = span.request.prompt_len
@@ -106,8 +104,7 @@ class _ExpectedAttention:
         queries, length = request.state[NAME].pop(layer, None), request.prompt_len
         if queries is None or not (parts := request.kv.layers[layer].read()):
             return None
-        part = parts[0]  # heads are together until now
-        older = int((part.positions < length).sum())
+        part, older = parts[0], int((parts[0].positions < length).sum())  # heads are together until now
         found = self.scores(layer, queries, part.between(0, older), length)
         found[:, : self.knobs.sinks] = torch.inf
         return allot(found, self.capacity(length), part.n - older, Spread(heads=self.knobs.heads))
