@@ -234,7 +234,9 @@ def test_goodput_phases_asks_for_what_there_is(
         assert not left.value.code, capsys.readouterr().err
     contenders = {json.loads(line)["contender"] for line in (tmp_path / "out.jsonl").read_text().splitlines()}
     assert len(contenders) == 6 and "place semi_pd" in str(contenders).replace("=", " ")
-    assert (tmp_path / "out.png").stat().st_size > 10_000
+    for kind in ("trace", "lognormal"):
+        for target in ("tight", "medium", "relaxed"):
+            assert (tmp_path / f"out-{kind}-{target}.png").stat().st_size > 10_000
 
 
 def test_roof_is_the_smaller_of_reading_and_multiplying(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from phasewise.reproduce.verdict import Verdict
 from tests.cli.conftest import Cli
 
 SCALE = Scale(None, 5, 0, True, False)
-PAGE = Path(__file__).parents[2] / "docs" / "reproduced.md"
+PAGE = Path(__file__).parents[2] / "docs" / "results" / "reproduced.md"
 
 
 def report(title: str, word: str = "holds", *reasons: str) -> Report:

@@ -90,7 +90,9 @@ def test_a_quick_run_never_holds(lab: Lab) -> None:
 
 @pytest.mark.thorough
 def test_other_tokens_than_the_baselines_are_seen(lab: Lab) -> None:
-    lossy = replace(GUESSING, method=Setting({"skip": "unified:weights=none"}), counters=(), savings=GUESSING.savings)
+    lossy = replace(
+        GUESSING, method=Setting({"skip": "unified:weights=none"}), counters=(), load=loads.answering("copy", n=3)
+    )
     report = reproduce("guessing", lossy, lab)
     assert report.verdict.word == "not here" and "tokens of the baseline" in report.verdict.reasons[0]
 

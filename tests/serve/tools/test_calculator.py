@@ -144,14 +144,6 @@ def test_what_the_page_shows_is_what_happens(server: Server, capsys: pytest.Capt
     assert capsys.readouterr().out == found[2]
 
 
-def test_what_the_readme_shows_is_what_happens(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
-    found = re.search(r"```python\n(import json, re, openai[^`]*)```\n\n> (.*)\n", page)
-    assert found is not None and "http://127.0.0.1:8000" in found[1]
-    exec(found[1].replace("http://127.0.0.1:8000", server.url), {})
-    assert capsys.readouterr().out == found[2] + "\n"
-
-
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "calculator"}}], ids=str)
 def test_a_call_that_has_to_be_made_is_as_good_as_one_that_need_not(server: Server, choice: Any) -> None:
     pytest.importorskip("llguidance")

@@ -17,7 +17,8 @@ SYSTEM = System(
     title="Expected Attention",
     paper=Paper("Expected Attention: KV Cache Compression by Estimating Attention from Future Queries", "2510.00636"),
     claim="a closed form of the attention that later queries will pay ranks rows better than what past queries paid: "
-    "with a share of the KV removed, answers are better than with SnapKV's choice, whatever is asked later.",
+    "with a share of the KV removed, answers are better than with SnapKV's choice, whatever is asked later; the peak "
+    "of memory falls by up to 15 GB for contexts of 120k tokens.",
     conditions=("Llama-3.1-8B, Qwen3-8B and Gemma3-12B", "LongBench, Ruler and needles", "the question comes later"),
     method=Setting({"evict": f"expected_attention:keep={KEEP}"}),
     baseline=Setting(),
