@@ -222,6 +222,29 @@ def test_a_message_that_is_lost_late_or_doubled_costs_no_token(fate: Fate, kind:
         assert (placed.counters.handoffs, placed.counters.recomputed) == (5, 0)
 
 
+def test_tokens_that_are_told_twice_count_once() -> None:
+    placed = disaggregated(fate=lambda i: "twice", kinds=["progress"])
+    requests = together(placed, [sampled(8, seed=i) for i in range(5)])
+    finish(placed, requests)
+    assert tiny.outs(requests) == [alone(r) for r in requests]
+
+
+def test_a_request_that_starts_again_is_no_load_of_the_worker_that_it_had() -> None:
+    """What tells its target of it is lost. Both decode workers are idle then, so the first one starts it again."""
+    clock = Clock()
+    lost_once = ["lose", *[0] * 9]
+    placed = disaggregated(
+        clock=clock, fate=lost_once.__getitem__, kinds=["take"], knobs=":decode=2,share=0.3,deadline=10",
+        prefix_cache=False,
+    )  # fmt: skip
+    request = Request(PROMPTS[0], tiny.greedy(4))
+    placed.add(request)
+    finish(placed, [request], clock.tick)
+    assert request.out == alone(request) and placed.counters.restarts == 1
+    first, second = (engine.counters.rows for engine in engines(placed, "decode"))
+    assert first > len(PROMPTS[0]) and second == 0
+
+
 def test_kv_that_cannot_be_put_down_is_recomputed() -> None:
     placed = disaggregated()
     (worker,) = workers(placed, "prefill")

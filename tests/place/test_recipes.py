@@ -11,6 +11,7 @@ from phasewise.cluster.engine_spec import EngineSpec
 from phasewise.cluster.router import Router
 from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
+from phasewise.options import parse
 from phasewise.request.request import Request
 from tests import tiny
 from tests.laws.mixed import MATES, PARAMS, PROMPTS, REWRITES, SHAPES, alone, build, requests_of, serve
@@ -36,6 +37,17 @@ def test_recipes_in_every_placement(place: str) -> None:
         assert isinstance(placed, Router) == (place != "colocated")
         if isinstance(placed, Router):
             assert placed.counters.handoffs >= 4 and placed.counters.restarts == 0
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_worker_that_replaces_another_knows_recipes_that_came_later(role: str) -> None:
+    placed = build({}, {"place": "disaggregated"})
+    assert isinstance(placed, Router)
+    placed.learn({"long": parse(MATES["long"])})
+    next(handle for handle in placed.handles if handle.role == role).connection.kill()
+    requests = requests_of(["long", ""], PARAMS["greedy"])
+    assert serve(placed, requests) == alone(requests, {"long": MATES["long"]}, {})
+    assert placed.counters.workers_lost == 1
 
 
 @pytest.mark.thorough

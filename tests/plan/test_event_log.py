@@ -126,6 +126,9 @@ def simulated(place: str, asked: Load, deaths: dict[int, int], **more: Any) -> t
     for job in jobs:
         loop.at(job.arrived, Turn.ARRIVE, cluster.add, job)
     cluster.run()
+    for handle in router.handles:
+        worker = handle.connection.worker
+        assert (worker.engine.room.promised, worker._kept) == (0, 0), "capacity stays promised at the end"
     return log, jobs
 
 
