@@ -6,20 +6,24 @@ import torch
 
 from phasewise.request.params import Params
 from phasewise.request.request import Request
-from phasewise.speculation.grower import NodeRequest, Tree, TreeShape
+from phasewise.speculation.tree_drafter import DraftBuilder, NodeRequest, TreeShape
 
 LAST = 0
 
 
 def grown(
     shape: TreeShape, table: torch.Tensor, *, room: int | None = None, seed: int = 0, greedy: bool = False
-) -> Tree:
+) -> DraftBuilder:
     """A tree below token LAST; rows of `table` [V, V] are what may follow a token."""
     params = Params(max_tokens=99, seed=seed, temperature=0.0 if greedy else 1.0)
-    tree = Tree(Request([LAST], params), shape.levels, shape.nodes(shape.levels) if room is None else room, greedy)
+    tree = DraftBuilder(
+        Request([LAST], params), shape.levels, shape.nodes(shape.levels) if room is None else room, greedy
+    )
     asked, level, runs = [-1], 0, 0
     while asked and level < shape.levels:
-        asked = shape.grow(tree, [NodeRequest(node, table[tree.tokens[node] if node >= 0 else LAST]) for node in asked])
+        asked = shape.grow(
+            tree, [NodeRequest(node, table[tree.draft.tokens[node] if node >= 0 else LAST]) for node in asked]
+        )
         level += 1
         if level < shape.levels:
             runs += len(asked)

@@ -55,7 +55,7 @@ def test_a_child_is_drawn_while_what_is_left_is_worth_it() -> None:
         full = len(draft.tokens) == 20
         for node in range(-1, len(draft.tokens)):
             left = 1.0 if node < 0 else tree.notes[node]
-            depth = len(tree.path(node))
+            depth = len(draft.path(node))
             for child in draft.children(node):
                 assert left >= 0.06
                 share = float(draft.q[child, draft.tokens[child]])

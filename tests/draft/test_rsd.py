@@ -26,7 +26,8 @@ def test_a_stochastic_beam_draws_sequences_without_replacement() -> None:
     found = Counter()
     for seed in range(RUNS):
         tree = grown(_Beam(2, 2), Q, seed=seed)
-        ends = [tree.paths[node] for node in range(len(tree.tokens)) if len(tree.paths[node]) == 2]
+        paths = tree.draft.paths(len(tree.draft.tokens))
+        ends = [path for path in paths if len(path) == 2]
         found[tuple(ends)] += 1
     chances = {path: worth(Q, path) for path in itertools.product(range(V), repeat=2)}
     pairs = list(itertools.permutations(chances, 2))
@@ -57,8 +58,8 @@ def test_scores_given_their_largest() -> None:
 def test_siblings_are_distinct_and_stand_in_the_order_of_their_draw(greedy: bool) -> None:
     for shape, nodes in ((_Beam(3, 3), 9), (_Widths((3, 2, 1)), 3 + 6 + 6)):
         tree = grown(shape, Q, greedy=greedy)
-        assert len(tree.tokens) == nodes == shape.nodes(3) and len(set(tree.paths)) == nodes
         draft = shape.finish(tree)
+        assert len(draft.tokens) == nodes == shape.nodes(3) and len(set(draft.paths(nodes))) == nodes
         assert (draft.q is None) is greedy
         for node in range(-1, nodes):
             q = Q[draft.tokens[node] if node >= 0 else 0].clone()
@@ -70,18 +71,19 @@ def test_siblings_are_distinct_and_stand_in_the_order_of_their_draw(greedy: bool
 
 
 def test_greedy_beams_are_the_best_of_each_level() -> None:
-    tree = grown(_Beam(3, 3), Q, greedy=True)
+    draft = grown(_Beam(3, 3), Q, greedy=True).draft
+    paths = draft.paths(len(draft.tokens))
     beam: list[tuple[int, ...]] = [()]
     for level in range(1, 4):
         every = [(*path, token) for path in beam for token in range(V)]
         beam = sorted(every, key=lambda path: -worth(Q, path))[:3]
-        assert {path for path in tree.paths if len(path) == level} == set(beam)
+        assert {path for path in paths if len(path) == level} == set(beam)
 
 
 def test_less_room_is_less_tree() -> None:
     for shape in (_Beam(3, 3), _Widths((3, 2, 1))):
         for room in range(1, 9):
-            assert len(grown(shape, Q, room=room).tokens) == room
+            assert len(grown(shape, Q, room=room).draft.tokens) == room
 
 
 def test_one_pass_per_level_however_many_requests() -> None:

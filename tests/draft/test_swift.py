@@ -261,34 +261,34 @@ def table(*sure: float, vocab: int = 32) -> torch.Tensor:
 def test_the_less_sure_the_more_siblings(sure: float, width: int) -> None:
     """At 1.0 nothing else has any weight."""
     tree = grown(chain(levels=1), table(sure), greedy=True)
-    assert len(tree.tokens) == width and tree.tokens[0] == 1 and len(set(tree.tokens)) == width
+    assert len(tree.draft.tokens) == width and tree.draft.tokens[0] == 1 and len(set(tree.draft.tokens)) == width
 
 
 def test_it_stops_after_an_unlikely_guess() -> None:
     tree = grown(chain(branches=1), table(0.9, 0.85, 0.7, 0.99), greedy=True)
-    assert tree.tokens == [1, 2, 3] and tree.parents == [-1, 0, 1]
-    assert len(grown(chain(branches=1), table(0.9), greedy=True).tokens) == 6
-    assert len(grown(chain(branches=1, confidence=0.0), table(0.04), greedy=True).tokens) == 6
+    assert tree.draft.tokens == [1, 2, 3] and tree.draft.parents == [-1, 0, 1]
+    assert len(grown(chain(branches=1), table(0.9), greedy=True).draft.tokens) == 6
+    assert len(grown(chain(branches=1, confidence=0.0), table(0.04), greedy=True).draft.tokens) == 6
 
 
 def test_nothing_follows_the_end_of_the_text() -> None:
-    assert grown(chain(branches=1, eos=frozenset({3})), table(0.9), greedy=True).tokens == [1, 2, 3]
+    assert grown(chain(branches=1, eos=frozenset({3})), table(0.9), greedy=True).draft.tokens == [1, 2, 3]
 
 
 def test_siblings_stand_beside_the_chain_and_the_tree_keeps_to_its_room() -> None:
     tree = grown(chain(branches=3), table(0.9), greedy=True)
-    assert tree.parents == [-1, -1, -1, 0, 0, 0, 3, 3, 3, 6, 6, 6, 9, 9, 9, 12, 12, 12]
+    assert tree.draft.parents == [-1, -1, -1, 0, 0, 0, 3, 3, 3, 6, 6, 6, 9, 9, 9, 12, 12, 12]
     full = grown(chain(levels=25, confidence=0.0), table(0.3), greedy=True)
-    assert len(full.tokens) == 63, "with the pending token 64 rows"
-    assert grown(chain(), table(0.9), greedy=True, room=7).parents == [-1] * 5 + [0, 0]
+    assert len(full.draft.tokens) == 63, "with the pending token 64 rows"
+    assert grown(chain(), table(0.9), greedy=True, room=7).draft.parents == [-1] * 5 + [0, 0]
 
 
 def test_sampled_chains_take_the_targets_own_draw() -> None:
-    firsts = {grown(chain(levels=1, branches=2), table(0.5), seed=seed).tokens[0] for seed in range(40)}
+    firsts = {grown(chain(levels=1, branches=2), table(0.5), seed=seed).draft.tokens[0] for seed in range(40)}
     assert len(firsts) > 10 and 1 in firsts
     for seed in range(40):
         tree = grown(chain(levels=1, branches=2), table(0.5), seed=seed)
-        assert len(set(tree.tokens)) == 2 and 1 in tree.tokens, "the likeliest stands beside it"
+        assert len(set(tree.draft.tokens)) == 2 and 1 in tree.draft.tokens, "the likeliest stands beside it"
 
 
 # ---- with everything else

@@ -10,7 +10,7 @@ from phasewise.kv.buffer import Ledger, Raw
 from phasewise.kv.store import Store
 from phasewise.request.counters import Counters
 from phasewise.request.request import Request
-from phasewise.speculation.companion import Companion, Growth, common
+from phasewise.speculation.companion import Companion, NewNodes, common
 from tests import oracle, tiny, uncached
 
 
@@ -98,7 +98,7 @@ def test_costs_do_not_grow_with_the_sequence() -> None:
         second.reserve(request, request.known + 4)
         second.root([request])
         for n in range(3):
-            second.grow([Growth(request, [3], [n - 1])])
+            second.grow([NewNodes(request, [3], [n - 1])])
         request.tokens += [3, step]
         assert second.lag(request) <= 2
     assert Watched.longest <= 4
@@ -111,7 +111,7 @@ def test_reserve_answers_and_takes() -> None:
     assert second.reserve(request, 64) and second.store.ledger.used == 64 * one_row
     assert second.growth(request, 64) == 0 < second.growth(request, 65)
     second.root([request])
-    second.grow([Growth(request, [1] * 40, [-1] * 40)])
+    second.grow([NewNodes(request, [1] * 40, [-1] * 40)])
     assert second.store.ledger.used == 64 * one_row, "reserved rows cost nothing more"
     request.release()
     assert second.store.ledger.used == 0

@@ -1,8 +1,8 @@
 """Trees of every shape keep the target's distribution when they are drawn and judged with the engine's own numbers.
 
-`markov.Tree` numbers its draws as it likes. Here guesses come from `Tree.us` and verdicts from the numbers that the
-loop gives a verifier, both of one request's seed and positions. Trees are as large as their budget: a guess may be left
-out for want of room, which must not depend on the numbers that judge it.
+`markov.Tree` numbers its draws as it likes. Here guesses come from `DraftBuilder.us` and verdicts from the numbers that
+the loop gives a verifier, both of one request's seed and positions. Trees are as large as their budget: a guess may be
+left out for want of room, which must not depend on the numbers that judge it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from phasewise.methods.verify.match import Match
 from phasewise.methods.verify.rejection import Rejection
 from phasewise.request.params import Params
 from phasewise.request.request import Request
-from phasewise.speculation.grower import NodeRequest, Tree, TreeShape
+from phasewise.speculation.tree_drafter import DraftBuilder, NodeRequest, TreeShape
 from phasewise.verbs.draft import Draft
 from phasewise.verbs.verify import Verifier
 from tests.speculation.markov import Table, fits, generate, relative, sequences, table
@@ -50,13 +50,15 @@ WIDE: dict[
 
 
 def drafts(shape: TreeShape, room: int, q: Table) -> Callable[[int, int, int], Draft]:
-    """As `Grower` grows trees, with a table in place of the second model."""
+    """As `TreeDrafter` grows trees, with a table in place of the second model."""
 
     def draft(last: int, seed: int, position: int) -> Draft:
         request = Request([0] * position, Params(max_tokens=99, seed=seed, temperature=1.0))
-        tree, asked, level = Tree(request, shape.levels, room, False), [-1], 0
+        tree, asked, level = DraftBuilder(request, shape.levels, room, False), [-1], 0
         while asked and level < shape.levels:
-            asked = shape.grow(tree, [NodeRequest(node, q[tree.tokens[node] if node >= 0 else last]) for node in asked])
+            asked = shape.grow(
+                tree, [NodeRequest(node, q[tree.draft.tokens[node] if node >= 0 else last]) for node in asked]
+            )
             level += 1
         return shape.finish(tree)
 

@@ -15,8 +15,8 @@ from phasewise.kv.store import Store
 from phasewise.model.model import Model
 from phasewise.request.counters import Counters
 from phasewise.request.request import Request
-from phasewise.speculation.companion import Companion, Growth
-from phasewise.speculation.grown import Grown
+from phasewise.speculation.companion import Companion, NewNodes
+from phasewise.speculation.draft_rows import DraftRows
 from tests import oracle, tiny, uncached
 
 TREE = [[(5, -1), (6, -1), (5, -1)], [(7, 0), (8, 0), (9, 1)], [(1, 4), (2, 5), (3, 3), (4, 4)]]  # (token, parent)
@@ -38,7 +38,7 @@ def levels(second: Companion, requests: Sequence[Request], tree: Sequence[Sequen
     paths: list[list[int]] = []
     for level in tree:
         tokens, parents = [token for token, _ in level], [parent for _, parent in level]
-        x = second.grow([Growth(request, tokens, parents) for request in requests])
+        x = second.grow([NewNodes(request, tokens, parents) for request in requests])
         paths += [[*(paths[parent] if parent >= 0 else []), token] for token, parent in level]
         close(second.model, x, [[*r.tokens, *path] for r in requests for path in paths[-len(level) :]])
 
@@ -63,12 +63,12 @@ def test_what_the_request_went_on_with_stays(accepted: list[int], dtype: torch.d
     second, requests = companion(dtype), [Request(prompt) for prompt in tiny.prompts(20, 33)]
     levels(second, requests, TREE)
     assert second.own.rows == 53 + 2 * 10
-    kept = Grown()
+    kept = DraftRows()
     for level in TREE:
         kept.add([token for token, _ in level], [parent for _, parent in level])
     for request in requests:
         request.tokens += [*accepted, 12]
-    rows, right = second.own.rows, len(kept.path(accepted))
+    rows, right = second.own.rows, len(kept.draft.longest(accepted))
     levels(second, requests, TREE)
     assert second.own.rows - rows == 2 * (len(accepted) + 1 - right) + 2 * 10
 
@@ -89,13 +89,13 @@ def test_other_questions_settle_what_was_grown() -> None:
     request.tokens += [6, 9, 10]
     assert second.lag(request) == 1
     twin = second._held(request).fork()
-    assert twin.rows == 22 and not twin.grown.tokens and twin.kv.layers[0].n == 22
+    assert twin.rows == 22 and not len(twin.uncommitted) and twin.kv.layers[0].n == 22
     close(second.model, second.root([request]), [request.tokens])
-    second.grow([Growth(request, [1, 2], [-1, -1])])
+    second.grow([NewNodes(request, [1, 2], [-1, -1])])
     wanted = oracle.logits(second.model.files.path, [*request.tokens, 2, 4])[-1]
     torch.testing.assert_close(second.advance([request], [[*request.tokens, 2, 4]])[0], wanted, atol=1e-4, rtol=1e-4)
     second.root([request])
-    second.grow([Growth(request, [1, 2], [-1, -1])])
+    second.grow([NewNodes(request, [1, 2], [-1, -1])])
     held = second._held(request)
     assert held is not None
     held.fork().close()
@@ -113,7 +113,7 @@ def test_a_pass_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("phasewise.speculation.companion.forward", broken)
     with pytest.raises(RuntimeError, match="broken"):
-        second.grow([Growth(request, [1, 2], [-1, -1])])
+        second.grow([NewNodes(request, [1, 2], [-1, -1])])
     monkeypatch.undo()
     assert not request.state and second.store.ledger.used == used
     levels(second, [request], TREE)
@@ -123,20 +123,22 @@ def test_a_pass_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch
        st.lists(st.integers(0, 3), max_size=6))  # fmt: skip
 def test_paths_and_ancestors(levels: list[list[tuple[int, int]]], text: list[int]) -> None:
     """Against the obvious: every node's path written out."""
-    grown, paths = Grown(), list[tuple[int, ...]]()
+    rows, paths = DraftRows(), list[tuple[int, ...]]()
     for level in levels:
         first = len(paths)
         parents = [min(parent, first - 1) for _, parent in level]
-        sees = grown.add([token for token, _ in level], parents)
+        sees = rows.add([token for token, _ in level], parents)
         for at, ((token, _), parent) in enumerate(zip(level, parents)):
             above, up = [first + at], parent
             while up >= 0:
                 above.append(up)
-                up = grown.parents[up]
+                up = rows.draft.parents[up]
             seen = list(range(first + len(level))) if sees is None else sees[at].nonzero()[:, 0].tolist()
-            assert seen == sorted(above) and grown.depths[first + at] == len(above) - 1
+            assert seen == sorted(above) and rows.depths[first + at] == len(above) - 1
+            assert rows.draft.path(first + at) == rows.draft.paths(first + at + 1)[-1]
             paths.append((*(paths[parent] if parent >= 0 else ()), token))
     longest = max((len(path) for path in paths if list(path) == text[: len(path)]), default=0)
-    found = grown.path(text)
-    assert [grown.tokens[node] for node in found] == text[:longest]
-    assert all(grown.parents[b] == a for a, b in zip([-1, *found], found))
+    draft = rows.draft
+    found = draft.longest(text)
+    assert [draft.tokens[node] for node in found] == text[:longest]
+    assert all(draft.parents[b] == a for a, b in zip([-1, *found], found))

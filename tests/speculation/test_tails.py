@@ -16,7 +16,7 @@ from phasewise.model.thinned import Route, Thinned
 from phasewise.ops import native
 from phasewise.request.counters import Counters
 from phasewise.request.request import Request
-from phasewise.speculation.companion import Growth
+from phasewise.speculation.companion import NewNodes
 from phasewise.speculation.tails import Tails
 from phasewise.step import reference
 from phasewise.step.plan import AttentionPlan
@@ -95,7 +95,7 @@ def test_rows_that_stay_behind_are_found(monkeypatch: pytest.MonkeyPatch) -> Non
     @contextmanager
     def kept(self: Tails, requests: Sequence[Request]) -> Iterator[None]:
         yield
-        self._grown.clear()
+        self._rows.clear()
 
     monkeypatch.setattr(Tails, "lent", kept)
     placed = engine()
@@ -197,8 +197,8 @@ def test_with_all_sub_layers_it_is_the_model() -> None:
     whole = Tails("whole", Thinned(model, Route.without(model.config.layers)), tiny.engine().counters)
     paths = [[5], [9], [5, 7], [9, 4], [5, 8]]
     with torch.inference_mode(), whole.lent([request]):
-        rows = [whole.root([request]), whole.grow([Growth(request, [5, 9], [-1, -1])])]
-        rows.append(whole.grow([Growth(request, [7, 4, 8], [0, 1, 0])]))
+        rows = [whole.root([request]), whole.grow([NewNodes(request, [5, 9], [-1, -1])])]
+        rows.append(whole.grow([NewNodes(request, [7, 4, 8], [0, 1, 0])]))
         found = model.head(torch.cat(rows))
     for row, path in zip(found, [[], *paths]):
         assert torch.allclose(row, oracle.logits(tiny.checkpoint(), request.tokens + path)[-1], atol=1e-4)
@@ -221,8 +221,8 @@ def test_native_passes_are_the_open_ones(left_out: tuple[tuple[int, ...], tuple[
     for thin in (Thinned(model, Route.without(4, *left_out)), Thinned(model, Route.without(4, *left_out)).packed()):
         own = Tails("own", thin, Counters())
         with torch.inference_mode(), own.lent([request]):
-            rows = [own.root([request]).clone(), own.grow([Growth(request, [5, 9], [-1, -1])]).clone()]
-            rows.append(own.grow([Growth(request, [7, 4, 8], [0, 1, 0])]).clone())
+            rows = [own.root([request]).clone(), own.grow([NewNodes(request, [5, 9], [-1, -1])]).clone()]
+            rows.append(own.grow([NewNodes(request, [7, 4, 8], [0, 1, 0])]).clone())
         assert same(before, state(request))
         found.append((torch.cat(rows).float(), own.counters))
     (opened, counted), (whole, also) = found
@@ -240,7 +240,7 @@ def test_what_is_not_on_the_route_does_nothing() -> None:
     with torch.inference_mode(), thin.lent([request]):
         thin.root([request])
         assert [layer.fresh for layer in request.kv.layers] == [1, 0, 0, 1]
-        thin.grow([Growth(request, [5, 9], [-1, -1])])
+        thin.grow([NewNodes(request, [5, 9], [-1, -1])])
         assert [layer.fresh for layer in request.kv.layers] == [3, 0, 0, 3]
     assert (counters.draft_forwards, counters.draft_depth, counters.rows) == (2, 4, 3)
     assert counters.row_layers == 3 * 4 // 2 and counters.head_rows == 3

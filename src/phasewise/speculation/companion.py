@@ -12,7 +12,7 @@ from torch import Tensor
 from phasewise.kv.cache import KV
 from phasewise.kv.store import Store
 from phasewise.request.counters import Counters
-from phasewise.speculation.grown import Grown
+from phasewise.speculation.draft_rows import DraftRows
 from phasewise.step.forward import forward
 from phasewise.step.phase import Hidden, Phase
 from phasewise.step.span import Span
@@ -23,40 +23,42 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
-    """New nodes of one request's tree. `parents` number the nodes grown before; -1: below its last known token."""
+class NewNodes:
+    """Nodes to be added to the draft of one request, all of one level. `parents` number the nodes that were added
+    before; -1: the last known token."""
 
     request: Request
     tokens: Sequence[int]
     parents: Sequence[int]
 
 
-class Follower:
-    """What a companion holds of one request, in the request's drawer: KV of the first `base` tokens of what it reads
-    (which never change again), then of the tokens in `tail`; then, uncommitted, of what was `grown` below these."""
+class SecondModelKV:
+    """The KV that a companion holds of one request, in the request's drawer: rows of the first `base` tokens of what it
+    reads (which never change again), then of the tokens in `tail`; then, `uncommitted`, those of a draft."""
 
     def __init__(self, kv: KV) -> None:
         self.kv = kv
         self.base = 0
         self.tail: list[int] = []
-        self.grown = Grown()
+        self.uncommitted = DraftRows()
 
     @property
     def rows(self) -> int:
         return self.base + len(self.tail)
 
     def settle(self, tokens: Sequence[int]) -> None:
-        """Of what was grown, only the rows of the request's tokens stay."""
-        if not self.grown.tokens:
+        """Commits the draft's rows that are the request's tokens, and drops the others."""
+        if not len(self.uncommitted):
             return
-        path = self.grown.path(tokens[self.rows :])
+        draft = self.uncommitted.draft
+        path = draft.longest(tokens[self.rows :])
         self.kv.commit(len(path) if path == list(range(len(path))) else path)
-        self.tail += [self.grown.tokens[node] for node in path]
-        self.grown = Grown()
+        self.tail += [draft.tokens[node] for node in path]
+        self.uncommitted = DraftRows()
 
-    def fork(self) -> Follower:
+    def fork(self) -> SecondModelKV:
         self.settle([])
-        twin = Follower(self.kv.fork())
+        twin = SecondModelKV(self.kv.fork())
         twin.base, twin.tail = self.base, list(self.tail)
         return twin
 
@@ -120,23 +122,24 @@ class Companion:
             follower.base, follower.tail = len(text) - 1, text[-1:]
         return self._ends(spans)
 
-    def grow(self, growths: Sequence[Growth]) -> Tensor:
-        """Rows of the last layer [all new nodes, d], growth by growth: one pass for a level of all trees. Each row sees
-        its ancestors alone, and none is computed twice.
+    def grow(self, levels: Sequence[NewNodes]) -> Tensor:
+        """Rows of the last layer [all new nodes, d], request by request: one pass for a level of all trees. Each row
+        sees its ancestors alone, and none is computed twice.
 
-        The memory must have been reserved, and `root` have come before. What was grown waits, uncommitted, until
-        something else is asked: then the rows of what the request went on with stay, and the others go.
+        The memory must have been reserved, and `root` have come before. The rows stay uncommitted until
+        something else is asked: then those of the tokens that the request went on with are committed, and the others
+        dropped.
         """
-        return self._forward([self._below(growth) for growth in growths], self.rough).x
+        return self._forward([self._below(level) for level in levels], self.rough).x
 
-    def _below(self, growth: Growth) -> Span:
-        follower: Follower = growth.request.state[self.name]
-        grown, first = follower.grown, len(follower.grown.tokens)
-        sees = grown.add(growth.tokens, growth.parents)
+    def _below(self, level: NewNodes) -> Span:
+        follower: SecondModelKV = level.request.state[self.name]
+        rows, first = follower.uncommitted, len(follower.uncommitted)
+        sees = rows.add(level.tokens, level.parents)
         start = follower.rows
         chain = range(start + first, start + first + 1)
-        positions = chain if sees is None else [start + depth for depth in grown.depths[first:]]
-        return Span(growth.request, follower.kv, self.phase, growth.tokens, positions, sees, first=first)
+        positions = chain if sees is None else [start + depth for depth in rows.depths[first:]]
+        return Span(level.request, follower.kv, self.phase, level.tokens, positions, sees, first=first)
 
     def advance(self, requests: Sequence[Request], sequences: Sequence[Sequence[int]]) -> Tensor:
         """Logits float32 [n, V] after each whole sequence, which need not be the request's own (compared in full)."""
@@ -162,17 +165,17 @@ class Companion:
 
     def between(self, request: Request, start: int, stop: int) -> list[tuple[Tensor, Tensor]]:
         """Keys and values [H, r, D] of every layer, of tokens of its text that were computed here."""
-        follower: Follower = request.state[self.name]
+        follower: SecondModelKV = request.state[self.name]
         parts = [layer.read()[0] for layer in follower.kv.layers]
         return [part.between(start, stop) for part in parts]
 
     def forget(self, request: Request) -> None:
         """Give back what is held of a request, which has no more use for it."""
-        follower: Follower | None = request.state.pop(self.name, None)
+        follower: SecondModelKV | None = request.state.pop(self.name, None)
         if follower is not None:
             follower.close()
 
-    def _span(self, request: Request, follower: Follower, start: int, tokens: Sequence[int]) -> Span:
+    def _span(self, request: Request, follower: SecondModelKV, start: int, tokens: Sequence[int]) -> Span:
         """`tokens` at positions `start` and on; rows of other tokens there are dropped."""
         if start < follower.rows:
             follower.kv.drop_last(start)
@@ -204,8 +207,8 @@ class Companion:
     def _logits(self, spans: Sequence[Span]) -> Tensor:
         return self.model.head(self._ends(spans))
 
-    def _held(self, request: Request) -> Follower | None:
-        follower: Follower | None = request.state.get(self.name)
+    def _held(self, request: Request) -> SecondModelKV | None:
+        follower: SecondModelKV | None = request.state.get(self.name)
         if follower is not None:
             follower.settle([] if self.calibrated else self.text(request))
         return follower
@@ -214,10 +217,10 @@ class Companion:
         """How long its text is once it has so many tokens."""
         return tokens + len(self.text(request)) - request.known
 
-    def _follower(self, request: Request, tokens: int) -> Follower:
+    def _follower(self, request: Request, tokens: int) -> SecondModelKV:
         follower = self._held(request)
         if follower is None:
-            follower = request.state[self.name] = Follower(self.store.open(request, tokens))
+            follower = request.state[self.name] = SecondModelKV(self.store.open(request, tokens))
         return follower
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from phasewise.request.counters import Counters
-from phasewise.speculation.companion import Growth
-from phasewise.speculation.grown import Grown
+from phasewise.speculation.companion import NewNodes
+from phasewise.speculation.draft_rows import DraftRows
 from phasewise.step.forward import forward
 from phasewise.step.phase import Phase
 from phasewise.step.plan import EVERYTHING, AttentionPlan, Custom
@@ -43,7 +43,7 @@ class Tails:
         self.text: Callable[[Request], list[int]] = lambda request: request.tokens
         self.beyond = 0  # rows behind every prompt that stand for no token
         self._halves = 0  # of a (row, layer) pair that is still to be counted
-        self._grown: dict[str, Grown] = {}  # by request: the pending token, and what was grown below it
+        self._rows: dict[str, DraftRows] = {}  # by request: its pending token, and the draft below that
 
     @contextmanager
     def lent(self, requests: Sequence[Request]) -> Iterator[None]:
@@ -54,7 +54,7 @@ class Tails:
         try:
             yield
         finally:
-            self._grown.clear()
+            self._rows.clear()
             for request in requests:
                 if request.kv is not None:
                     request.kv.commit(0)
@@ -65,7 +65,7 @@ class Tails:
         assert request.kv is not None
         return request.kv.spare if all(layer.slabs for layer in request.kv.layers) else 0
 
-    # ---- what trees are grown with (see Lane)
+    # ---- the members of a DraftBackend
     def lag(self, request: Request) -> int:
         return 0
 
@@ -79,18 +79,18 @@ class Tails:
         """Rows of the last layer [n, d] after each request's pending token, below which `grow` may go on."""
         return self._run([self._below(request, request.tokens[-1:], [-1]) for request in requests])
 
-    def grow(self, growths: Sequence[Growth]) -> Tensor:
-        """Rows of the last layer [all new nodes, d], growth by growth; each sees its ancestors alone."""
-        below = [(each.request, each.tokens, [parent + 1 for parent in each.parents]) for each in growths]
+    def grow(self, levels: Sequence[NewNodes]) -> Tensor:
+        """Rows of the last layer [all new nodes, d], request by request; each sees its ancestors alone."""
+        below = [(each.request, each.tokens, [parent + 1 for parent in each.parents]) for each in levels]
         return self._run([self._below(*each) for each in below])
 
     def _below(self, request: Request, tokens: Sequence[int], parents: Sequence[int]) -> Span:
-        grown = self._grown.setdefault(request.id, Grown())
-        first = len(grown.tokens)
-        sees = grown.add(tokens, parents)
+        rows = self._rows.setdefault(request.id, DraftRows())
+        first = len(rows)
+        sees = rows.add(tokens, parents)
         start = request.computed + self.beyond
         chain = range(start + first, start + first + 1)
-        positions = chain if sees is None else [start + depth for depth in grown.depths[first:]]
+        positions = chain if sees is None else [start + depth for depth in rows.depths[first:]]
         assert request.kv is not None
         return Span(request, request.kv, self.phase, tokens, positions, sees, first=first)
 

@@ -15,7 +15,7 @@ from phasewise.verbs.decode import Outcome
 
 if TYPE_CHECKING:
     from phasewise.request.request import Request
-    from phasewise.speculation.grower import Lane
+    from phasewise.speculation.tree_drafter import DraftBackend
 
 Drawn = Literal["point", "iid", "without_replacement", "top_plus_one"]
 
@@ -45,6 +45,7 @@ class Draft:
 
     @classmethod
     def chain(cls, tokens: Sequence[int], drawn: Drawn = "point", q: Tensor | None = None) -> Draft:
+        """A draft in which each node is the only child of the one before."""
         return cls(list(tokens), list(range(-1, len(tokens) - 1)), drawn, q)
 
     @classmethod
@@ -56,11 +57,15 @@ class Draft:
             node = -1
             for token in path:
                 if (node, token) not in nodes:
-                    nodes[node, token] = len(tree.tokens)
-                    tree.tokens.append(token)
-                    tree.parents.append(node)
+                    nodes[node, token] = tree.add(node, token)
                 node = nodes[node, token]
         return tree
+
+    def add(self, parent: int, token: int) -> int:
+        """Adds a node as the last child of `parent` (-1: of the pending token). Returns its number."""
+        self.tokens.append(token)
+        self.parents.append(parent)
+        return len(self.tokens) - 1
 
     def children(self, node: int) -> list[int]:
         """Children of a node in draw order; -1 = of the pending token."""
@@ -69,7 +74,25 @@ class Draft:
 
     def path(self, node: int) -> tuple[int, ...]:
         """Tokens from the first node down to `node`."""
-        return self.paths(node + 1)[node] if node >= 0 else ()
+        tokens: list[int] = []
+        while node >= 0:
+            tokens.append(self.tokens[node])
+            node = self.parents[node]
+        return tuple(tokens[::-1])
+
+    def longest(self, tokens: Sequence[int]) -> list[int]:
+        """The nodes, from the first down, whose tokens are the longest beginning of `tokens` in the tree."""
+        ends, node = [-1], -1
+        for token in tokens:
+            ends = [i for i, parent in enumerate(self.parents) if parent in ends and self.tokens[i] == token]
+            if not ends:
+                break
+            node = ends[0]
+        nodes: list[int] = []
+        while node >= 0:
+            nodes.append(node)
+            node = self.parents[node]
+        return nodes[::-1]
 
     def paths(self, nodes: int) -> list[tuple[int, ...]]:
         """`path` of each of the first `nodes` nodes."""
@@ -111,7 +134,7 @@ class Drafter(ABC):
     inherit from this class: what they leave out is as it is here. A drafter that holds another one forwards all of it.
     """
 
-    companion: Lane | None = None  # its second model, or what stands for one
+    companion: DraftBackend | None = None  # its second model, or what stands for one
 
     @abstractmethod
     def size(self, request: Request) -> int:

@@ -18,7 +18,7 @@ from phasewise.model.model import Model
 from phasewise.request.counters import Counters
 from phasewise.request.header import request_of
 from phasewise.request.request import Request
-from phasewise.speculation.companion import Companion, Growth, common
+from phasewise.speculation.companion import Companion, NewNodes, common
 from phasewise.step.phase import Phase
 from phasewise.verbs.sample import Context, choose, draw
 
@@ -85,7 +85,7 @@ class Desk:
             logits = self.companion.advance(requests, [request.tokens for request in requests])
             tokens = draw(self.sample(logits, contexts), contexts)
         else:
-            x = self.companion.grow([Growth(texts[i], guesses[i][-1:], [len(guesses[i]) - 2]) for i in going])
+            x = self.companion.grow([NewNodes(texts[i], guesses[i][-1:], [len(guesses[i]) - 2]) for i in going])
             tokens = choose(self.sample, self.companion.model, x, contexts)
         for i, token in zip(going, tokens):
             guesses[i].append(token)

@@ -33,13 +33,12 @@ def best_first(follows: Follows, end: tuple[int, int], nodes: int, levels: int) 
     while ahead and len(draft.tokens) < nodes:
         chance, _, parent, depth, before, row, scale = heappop(ahead)
         token = row[0][0]
-        draft.tokens.append(token)
-        draft.parents.append(parent)
+        node = draft.add(parent, token)
         if len(row) > 1:
             heappush(ahead, (-scale * row[1][1], found, parent, depth, before, row[1:], scale))
             found += 1
         if depth + 1 < levels:
-            push(-chance, len(draft.tokens) - 1, depth + 1, (before[1], token))
+            push(-chance, node, depth + 1, (before[1], token))
     return draft
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from phasewise.errors import UserError
-from phasewise.methods.draft._spine import Spine
-from phasewise.speculation.grower import Grower, grower
+from phasewise.methods.draft._chain import ChainShape
+from phasewise.speculation.tree_drafter import TreeDrafter, tree_drafter
 from phasewise.verbs.host import Host
 from phasewise.verbs.method import Method
 from phasewise.verbs.traits import Traits
@@ -41,12 +41,12 @@ class DraftModel(Method):
                 raise UserError(f"draft_model: {knob}={getattr(self, knob)} must be at least 1")
 
     @property
-    def shape(self) -> Spine:
-        return Spine(self.k, self.branches, self.drawn)
+    def shape(self) -> ChainShape:
+        return ChainShape(self.k, self.branches, self.drawn)
 
     @property
     def traits(self) -> Traits:
         return Traits("draft", max_nodes=self.shape.nodes(self.shape.levels))
 
-    def bind(self, host: Host) -> Grower:
-        return grower(host, "draft_model", self.model, self.shape, self.chunk)
+    def bind(self, host: Host) -> TreeDrafter:
+        return tree_drafter(host, "draft_model", self.model, self.shape, self.chunk)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from phasewise.errors import UserError
 from phasewise.speculation.branching import without
-from phasewise.speculation.grower import Grower, NodeRequest, Tree, grower
+from phasewise.speculation.tree_drafter import DraftBuilder, NodeRequest, TreeDrafter, tree_drafter
 from phasewise.verbs.draft import Draft, Drawn
 from phasewise.verbs.host import Host
 from phasewise.verbs.method import Method
@@ -57,8 +57,8 @@ class DySpec(Method):
     def traits(self) -> Traits:
         return Traits("draft", max_nodes=self.shape.nodes(self.shape.levels))
 
-    def bind(self, host: Host) -> Grower:
-        return grower(host, "dyspec", self.model, self.shape, self.chunk)
+    def bind(self, host: Host) -> TreeDrafter:
+        return tree_drafter(host, "dyspec", self.model, self.shape, self.chunk)
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class _Worth:
     def runs(self, levels: int) -> int:
         return self.most * levels  # those of one level are worth no more than 1 together
 
-    def grow(self, tree: Tree, asked: Sequence[NodeRequest]) -> list[int]:
+    def grow(self, tree: DraftBuilder, asked: Sequence[NodeRequest]) -> list[int]:
         notes = tree.notes or {-1: 1.0}
         if tree.point:
             return self._choose(tree, asked, notes)
@@ -85,7 +85,7 @@ class _Worth:
             added += self._draw(tree, node, q, notes[node])
         return [node for node in added if tree.left and tree.notes[node] >= self.theta]
 
-    def _draw(self, tree: Tree, node: int, q: Tensor, worth: float) -> list[int]:
+    def _draw(self, tree: DraftBuilder, node: int, q: Tensor, worth: float) -> list[int]:
         """Children of one node. Whether there is one more is known before it is drawn.
 
         Nodes of a level share what is left of the budget, so the draws of one decide how many children the next one
@@ -104,7 +104,7 @@ class _Worth:
             rest = left
         return added
 
-    def _choose(self, tree: Tree, asked: Sequence[NodeRequest], notes: dict[int, float]) -> list[int]:
+    def _choose(self, tree: DraftBuilder, asked: Sequence[NodeRequest], notes: dict[int, float]) -> list[int]:
         """The best of this level; the best of all levels are chosen in the end."""
         worths = torch.stack([q.double() * notes[node] for node, q in asked])
         values, at = worths.flatten().topk(min(self.most, worths.numel()))
@@ -117,14 +117,11 @@ class _Worth:
         best = set(self._best(tree))
         return [node for node in added if node in best]
 
-    def _best(self, tree: Tree) -> list[int]:
+    def _best(self, tree: DraftBuilder) -> list[int]:
         """The nodes worth most, in order of their numbers: none is worth more than its parent, so this is a tree."""
-        ranked = sorted(range(len(tree.tokens)), key=lambda node: -tree.notes[node])
+        ranked = sorted(range(len(tree.draft.tokens)), key=lambda node: -tree.notes[node])
         return sorted(ranked[: tree.room])
 
-    def finish(self, tree: Tree) -> Draft:
-        if not tree.point:
-            return tree.draft(DRAWN)
-        kept = self._best(tree)
-        new = {-1: -1} | {node: i for i, node in enumerate(kept)}
-        return Draft([tree.tokens[n] for n in kept], [new[tree.parents[n]] for n in kept])
+    def finish(self, tree: DraftBuilder) -> Draft:
+        draft = tree.finish(DRAWN)
+        return draft.only(self._best(tree)) if tree.point else draft

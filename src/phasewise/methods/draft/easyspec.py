@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from phasewise.errors import UserError
-from phasewise.methods.draft._spine import Spine
+from phasewise.methods.draft._chain import ChainShape
 from phasewise.model.grouped import GroupedModel, grouped
 from phasewise.speculation.companion import Companion
-from phasewise.speculation.grower import Grower, grower
+from phasewise.speculation.tree_drafter import TreeDrafter, tree_drafter
 from phasewise.verbs.host import Host
 from phasewise.verbs.method import Method
 from phasewise.verbs.traits import Traits
@@ -57,8 +57,8 @@ class EasySpec(Method):
     def traits(self) -> Traits:
         return Traits("draft", max_nodes=self.k)
 
-    def bind(self, host: Host) -> Grower:
-        made = grower(host, "easyspec", self.model, Spine(self.k, 1, "without_replacement"), self.chunk)
+    def bind(self, host: Host) -> TreeDrafter:
+        made = tree_drafter(host, "easyspec", self.model, ChainShape(self.k, 1, "without_replacement"), self.chunk)
         exact = made.companion.model
         rough = GroupedModel(exact, grouped(exact.config.layers, self.group, self.ends))
         assert isinstance(made.companion, Companion)

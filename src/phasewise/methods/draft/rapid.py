@@ -12,7 +12,7 @@ from phasewise.errors import UserError
 from phasewise.methods.draft._pieces import Scorer, bm25, nearest, shortened
 from phasewise.request.request import Request
 from phasewise.speculation.branching import branch
-from phasewise.speculation.grower import SELF, Grower, NodeRequest, Tree, grower
+from phasewise.speculation.tree_drafter import SELF, DraftBuilder, NodeRequest, TreeDrafter, tree_drafter
 from phasewise.verbs.draft import Draft, Drawn
 from phasewise.verbs.host import Host
 from phasewise.verbs.method import Method
@@ -70,8 +70,8 @@ class Rapid(Method):
     def traits(self) -> Traits:
         return Traits("draft", max_nodes=self.k)
 
-    def bind(self, host: Host) -> Grower:
-        made = grower(host, NAME, self.model, _Chain(self.k, self.confidence), self.chunk)
+    def bind(self, host: Host) -> TreeDrafter:
+        made = tree_drafter(host, NAME, self.model, _Chain(self.k, self.confidence), self.chunk)
         reader = made.companion.model
         if self.model != SELF and self.context >= reader.config.max_positions:
             raise UserError(
@@ -117,11 +117,11 @@ class _Chain:
     def runs(self, levels: int) -> int:
         return levels
 
-    def grow(self, tree: Tree, asked: Sequence[NodeRequest]) -> list[int]:
+    def grow(self, tree: DraftBuilder, asked: Sequence[NodeRequest]) -> list[int]:
         ((node, q),) = asked
         (token, *_), rows = branch(q, 1, "point" if tree.point else DRAWN, tree.us(node))
         added = tree.add(node, token, None if rows is None else rows[0])
         return [added] if tree.left and float(q[token]) >= self.confidence else []
 
-    def finish(self, tree: Tree) -> Draft:
-        return tree.draft(DRAWN)
+    def finish(self, tree: DraftBuilder) -> Draft:
+        return tree.finish(DRAWN)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from phasewise.errors import UserError
 from phasewise.speculation.branching import branch, without
-from phasewise.speculation.grower import Grower, NodeRequest, Tree, TreeShape, grower
+from phasewise.speculation.tree_drafter import DraftBuilder, NodeRequest, TreeDrafter, TreeShape, tree_drafter
 from phasewise.verbs.draft import Draft, Drawn
 from phasewise.verbs.host import Host
 from phasewise.verbs.method import Method
@@ -60,8 +60,8 @@ class RSD(Method):
     def traits(self) -> Traits:
         return Traits("draft", max_nodes=self.shape.nodes(self.shape.levels))
 
-    def bind(self, host: Host) -> Grower:
-        return grower(host, "rsd", self.model, self.shape, self.chunk)
+    def bind(self, host: Host) -> TreeDrafter:
+        return tree_drafter(host, "rsd", self.model, self.shape, self.chunk)
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ class _Widths:
     def runs(self, levels: int) -> int:
         return self.nodes(levels)
 
-    def grow(self, tree: Tree, asked: Sequence[NodeRequest]) -> list[int]:
-        width, added = self.widths[len(tree.path(asked[0].node))], list[int]()
+    def grow(self, tree: DraftBuilder, asked: Sequence[NodeRequest]) -> list[int]:
+        width, added = self.widths[len(tree.draft.path(asked[0].node))], list[int]()
         for node, q in asked:
             if not tree.left:
                 break
@@ -90,8 +90,8 @@ class _Widths:
             added += [tree.add(node, token, None if rows is None else rows[i]) for i, token in enumerate(tokens)]
         return added if tree.left else []
 
-    def finish(self, tree: Tree) -> Draft:
-        return tree.draft(DRAWN)
+    def finish(self, tree: DraftBuilder) -> Draft:
+        return tree.finish(DRAWN)
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class _Beam:
     def runs(self, levels: int) -> int:
         return self.nodes(levels)
 
-    def grow(self, tree: Tree, asked: Sequence[NodeRequest]) -> list[int]:
+    def grow(self, tree: DraftBuilder, asked: Sequence[NodeRequest]) -> list[int]:
         notes = tree.notes or {-1: (0.0, 0.0)}  # of each node: log-probability of its path, perturbed
         found: list[tuple[float, float, int, int]] = []  # of a child: perturbed, log-probability, parent's place, token
         for place, (node, q) in enumerate(asked):
@@ -135,15 +135,15 @@ class _Beam:
                 rest[place] = without(left, [token])
         return added if tree.left else []
 
-    def _noise(self, tree: Tree, node: int, place: int, n: int) -> Tensor:
+    def _noise(self, tree: DraftBuilder, node: int, place: int, n: int) -> Tensor:
         """Gumbel numbers, float64 [n], that hang on the request and the node alone."""
         request = tree.request
-        word = uniform(request.params.seed, request.known + len(tree.path(node)), Purpose.DRAFT, place)
+        word = uniform(request.params.seed, request.known + len(tree.draft.path(node)), Purpose.DRAFT, place)
         made = torch.Generator().manual_seed(int(word * 2**53))
         return -(-torch.rand(n, generator=made, dtype=torch.float64).clamp_min(1e-300).log()).log()
 
-    def finish(self, tree: Tree) -> Draft:
-        return tree.draft(DRAWN)
+    def finish(self, tree: DraftBuilder) -> Draft:
+        return tree.finish(DRAWN)
 
 
 def conditioned(scores: Tensor, largest: float) -> Tensor:

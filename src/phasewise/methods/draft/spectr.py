@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from phasewise.errors import UserError
 from phasewise.speculation.branching import branch
-from phasewise.speculation.grower import Grower, NodeRequest, Tree, grower
+from phasewise.speculation.tree_drafter import DraftBuilder, NodeRequest, TreeDrafter, tree_drafter
 from phasewise.verbs.draft import Draft, Drawn
 from phasewise.verbs.host import Host
 from phasewise.verbs.method import Method
@@ -47,8 +47,8 @@ class SpecTr(Method):
     def traits(self) -> Traits:
         return Traits("draft", max_nodes=self.shape.nodes(self.shape.levels))
 
-    def bind(self, host: Host) -> Grower:
-        return grower(host, "spectr", self.model, self.shape, self.chunk)
+    def bind(self, host: Host) -> TreeDrafter:
+        return tree_drafter(host, "spectr", self.model, self.shape, self.chunk)
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class _Chains:
     def runs(self, levels: int) -> int:
         return self.nodes(levels)
 
-    def grow(self, tree: Tree, asked: Sequence[NodeRequest]) -> list[int]:
+    def grow(self, tree: DraftBuilder, asked: Sequence[NodeRequest]) -> list[int]:
         drawn: Drawn = "point" if tree.point else "iid"
         added: list[int] = []
         if asked[0].node < 0:
@@ -83,5 +83,5 @@ class _Chains:
             tree.notes[added[-1]] = chain
         return added if tree.left else []
 
-    def finish(self, tree: Tree) -> Draft:
-        return tree.draft("iid")
+    def finish(self, tree: DraftBuilder) -> Draft:
+        return tree.finish("iid")

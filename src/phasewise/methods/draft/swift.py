@@ -14,8 +14,8 @@ from phasewise.methods.draft._skipset import Search, Sites, Stops
 from phasewise.model.thinned import Thinned
 from phasewise.request.request import Request
 from phasewise.speculation.branching import branch
-from phasewise.speculation.grower import Grower, NodeRequest, Tree
 from phasewise.speculation.tails import Tails
+from phasewise.speculation.tree_drafter import DraftBuilder, NodeRequest, TreeDrafter
 from phasewise.step.phase import Hidden
 from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome
@@ -90,20 +90,20 @@ class SelfDrafter(Drafter):
     def __init__(self, host: Host, search: Search, shape: _Confident, window: int) -> None:
         self.host, self.search, self.window = host, search, window
         self.companion: Tails = Tails("swift", self._thinned(search.best).packed(), host.counters)
-        self.grower = Grower(host, self.companion, shape, ENDLESS)
+        self.drafter = TreeDrafter(host, self.companion, shape, ENDLESS)
 
     def size(self, request: Request) -> int:
-        return self.grower.size(request)
+        return self.drafter.size(request)
 
     def think(self) -> bool:
-        return self.grower.think()
+        return self.drafter.think()
 
     def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
         if not self.search.done:
             self._look(requests)
         tails = self.companion
         with tails.lent(requests):
-            return self.grower.draft(requests, [min(b, tails.room(r)) for r, b in zip(requests, budgets)])
+            return self.drafter.draft(requests, [min(b, tails.room(r)) for r, b in zip(requests, budgets)])
 
     def learn(
         self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome], tops: Tensor | None = None
@@ -154,7 +154,7 @@ class _Confident:
     def runs(self, levels: int) -> int:
         return levels
 
-    def grow(self, tree: Tree, asked: Sequence[NodeRequest]) -> list[int]:
+    def grow(self, tree: DraftBuilder, asked: Sequence[NodeRequest]) -> list[int]:
         ((node, q),) = asked
         params = tree.request.params
         token = int(q.argmax()) if params.greedy else pick(q, tree.us(node)(0))
@@ -167,5 +167,5 @@ class _Confident:
         ends = token in params.stop_tokens or (token in self.eos and not params.ignore_eos)
         return [chain] if tree.left and sure >= self.confidence and not ends else []
 
-    def finish(self, tree: Tree) -> Draft:
-        return tree.draft(self.drawn)
+    def finish(self, tree: DraftBuilder) -> Draft:
+        return tree.finish(self.drawn)

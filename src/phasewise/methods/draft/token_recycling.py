@@ -103,9 +103,7 @@ class Recycler(Drafter):
             after = table.get(request.tokens[-1] if parent < 0 else draft.tokens[parent])
             if after is None or path[-1] >= len(after):
                 continue
-            nodes[path] = len(draft.tokens)
-            draft.tokens.append(after[path[-1]])
-            draft.parents.append(parent)
+            nodes[path] = draft.add(parent, after[path[-1]])
         return draft
 
     def _table(self, request: Request) -> Table:

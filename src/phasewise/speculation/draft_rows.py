@@ -1,4 +1,4 @@
-"""What has been grown below a request's tokens in a second model's KV: a tree whose rows wait for a verdict."""
+"""Rows of a draft tree in a second model's KV, computed level by level, before it is known which of them stay."""
 
 from __future__ import annotations
 
@@ -7,26 +7,30 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from phasewise.verbs.draft import Draft
 
-class Grown:
-    """Nodes in the order of their rows. `depths`: how many nodes are above each."""
 
-    __slots__ = ("_sees", "depths", "parents", "tokens")
+class DraftRows:
+    """A draft whose node i is uncommitted row i behind a request's tokens. `depths`: how many nodes are above each."""
+
+    __slots__ = ("_sees", "depths", "draft")
 
     def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.parents: list[int] = []
+        self.draft = Draft([], [])
         self.depths: list[int] = []
         self._sees: Tensor | None = None  # bool [nodes, nodes]; None while each node sees all before it
 
+    def __len__(self) -> int:
+        return len(self.depths)
+
     def add(self, tokens: Sequence[int], parents: Sequence[int]) -> Tensor | None:
-        """New nodes, below those that are there (-1: below the request's tokens). -> what they see, bool
+        """Adds nodes below those that are there (-1: below the request's tokens). Returns what they see, bool
         [new, nodes]; None if that is every node so far, and itself."""
-        first, rows = len(self.tokens), len(tokens)
+        first, rows = len(self), len(tokens)
         assert all(-1 <= parent < first for parent in parents), "the nodes of one level do not see each other"
         before = self._sees
-        self.tokens += tokens
-        self.parents += parents
+        self.draft.tokens += tokens
+        self.draft.parents += parents
         self.depths += [0 if parent < 0 else self.depths[parent] + 1 for parent in parents]
         if rows == 1 and parents[0] == first - 1 and before is None:
             return None
@@ -39,17 +43,3 @@ class Grown:
         sees.diagonal().fill_(True)
         self._sees = sees
         return sees[first:]
-
-    def path(self, tokens: Sequence[int]) -> list[int]:
-        """The nodes, from the top, whose tokens are the longest beginning of `tokens` that was grown."""
-        ends, node = [-1], -1
-        for token in tokens:
-            ends = [i for i, parent in enumerate(self.parents) if parent in ends and self.tokens[i] == token]
-            if not ends:
-                break
-            node = ends[0]
-        path = []
-        while node >= 0:
-            path.append(node)
-            node = self.parents[node]
-        return path[::-1]

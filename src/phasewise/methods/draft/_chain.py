@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phasewise.speculation.branching import branch
-from phasewise.speculation.grower import NodeRequest, Tree
+from phasewise.speculation.tree_drafter import DraftBuilder, NodeRequest
 from phasewise.verbs.draft import Draft, Drawn
 
 
 @dataclass(frozen=True)
-class Spine:
+class ChainShape:
     """A tree that follows up the first guess of every level: a chain."""
 
     levels: int
@@ -24,12 +24,12 @@ class Spine:
     def runs(self, levels: int) -> int:
         return levels
 
-    def grow(self, tree: Tree, asked: Sequence[NodeRequest]) -> list[int]:
+    def grow(self, tree: DraftBuilder, asked: Sequence[NodeRequest]) -> list[int]:
         ((node, q),) = asked
         drawn = "point" if tree.point else self.drawn
         tokens, rows = branch(q, min(self.branches, tree.left), drawn, tree.us(node))
         added = [tree.add(node, token, None if rows is None else rows[i]) for i, token in enumerate(tokens)]
         return added[:1] if tree.left else []
 
-    def finish(self, tree: Tree) -> Draft:
-        return tree.draft(self.drawn)
+    def finish(self, tree: DraftBuilder) -> Draft:
+        return tree.finish(self.drawn)

@@ -1,4 +1,4 @@
-"""Trees of a second model's guesses: a shape says which, and every level is one pass for all requests."""
+"""Draft trees of a second model: a shape says which nodes there are, and a level is one pass for all requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from phasewise.errors import UserError
 from phasewise.request.request import Request
-from phasewise.speculation.companion import Growth
+from phasewise.speculation.companion import NewNodes
 from phasewise.step.phase import Hidden
 from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome
@@ -36,55 +36,51 @@ class NodeRequest(NamedTuple):
 
 
 @dataclass(slots=True)
-class Tree:
-    """One request's guesses under way: at most `room` of them and `levels` in a row. `notes` are the shape's own.
+class DraftBuilder:
+    """One request's draft while a shape adds guesses to it: at most `room` nodes and `levels` in a row. `notes` are the
+    shape's own.
 
-    Guesses for greedy requests are chosen, `point`; others are drawn, and each has a row of `q` (see Draft).
+    Guesses for greedy requests are chosen, `point`; others are drawn, and each has a row in `q` (see Draft).
     """
 
     request: Request
     levels: int
     room: int
     point: bool
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    paths: list[tuple[int, ...]] = field(default_factory=list)
-    q: list[Tensor] = field(default_factory=list)
+    draft: Draft = field(default_factory=lambda: Draft([], []))
+    q: list[Tensor] = field(default_factory=list)  # float32 [V] each
     notes: dict[Any, Any] = field(default_factory=dict)
     thoughts: dict[tuple[int, ...], Tensor] = field(default_factory=dict)  # see Draft
 
     @property
     def left(self) -> int:
-        return max(0, self.room - len(self.tokens))
-
-    def path(self, node: int) -> tuple[int, ...]:
-        return () if node < 0 else self.paths[node]
+        """Nodes that may still be added."""
+        return max(0, self.room - len(self.draft.tokens))
 
     def add(self, parent: int, token: int, q: Tensor | None = None) -> int:
-        """A new child, after its siblings, and what it was drawn from. -> its number"""
-        self.tokens.append(token)
-        self.parents.append(parent)
-        self.paths.append((*self.path(parent), token))
+        """Adds a child after its siblings, and the probabilities [V] it was drawn from. Returns its number."""
         if q is not None:
             self.q.append(q)
-        return len(self.tokens) - 1
+        return self.draft.add(parent, token)
 
     def us(self, node: int) -> Callable[[int], float]:
         """The uniform numbers for children of a node. The first is the one that the target draws with there, so that
         a good guess is the target's very choice (arXiv 2408.07978)."""
-        seed, position = self.request.params.seed, self.request.known + len(self.path(node))
+        seed, position = self.request.params.seed, self.request.known + len(self.draft.path(node))
         return lambda i: uniform(seed, position, Purpose.DRAFT if i else Purpose.SAMPLE, i)
 
     def own(self, node: int) -> Callable[[int], float]:
         """Uniform numbers for children of a node that neither other nodes draw with nor the verifier judges with: for
         shapes in which the draws of one node decide how many children another node has."""
-        seed, position = self.request.params.seed, self.request.known + len(self.path(node))
+        seed, position = self.request.params.seed, self.request.known + len(self.draft.path(node))
         return lambda i: uniform(seed, position, Purpose.DRAFT, (node + 2) * APART + i)
 
-    def draft(self, drawn: Drawn) -> Draft:
-        if self.point or not self.q:
-            return Draft(self.tokens, self.parents)
-        return Draft(self.tokens, self.parents, drawn, torch.stack(self.q))
+    def finish(self, drawn: Drawn) -> Draft:
+        """The draft, with how its nodes were drawn, what from, and what else was held likely."""
+        self.draft.thoughts = self.thoughts
+        if not self.point and self.q:
+            self.draft.drawn, self.draft.q = drawn, torch.stack(self.q)
+        return self.draft
 
 
 class TreeShape(Protocol):
@@ -108,18 +104,18 @@ class TreeShape(Protocol):
         """The most nodes that are asked for when so many levels are."""
         ...
 
-    def grow(self, tree: Tree, asked: Sequence[NodeRequest]) -> list[int]:
-        """Add children of the nodes asked for. -> those to ask for next; none where a tree is full"""
+    def grow(self, tree: DraftBuilder, asked: Sequence[NodeRequest]) -> list[int]:
+        """Adds children of the nodes asked for. Returns those to ask for next; none where the tree is full."""
         ...
 
-    def finish(self, tree: Tree) -> Draft:
-        """What is proposed in the end."""
+    def finish(self, tree: DraftBuilder) -> Draft:
+        """Returns the draft that is proposed."""
         ...
 
 
-class Lane(Protocol):
-    """What trees are grown with, beside the requests: a second model (`Companion`), or the model itself on its own KV
-    (`Tails`). The members are described there."""
+class DraftBackend(Protocol):
+    """The model that guesses: a second model (`Companion`), or the model itself on its own KV (`Tails`). The members
+    are described there."""
 
     optional: Callable[[Request], bool]
     text: Callable[[Request], list[int]]
@@ -135,16 +131,16 @@ class Lane(Protocol):
 
     def root(self, requests: Sequence[Request]) -> Tensor: ...
 
-    def grow(self, growths: Sequence[Growth]) -> Tensor: ...
+    def grow(self, levels: Sequence[NewNodes]) -> Tensor: ...
 
 
-class Grower(Drafter):
+class TreeDrafter(Drafter):
     """The runtime of drafters that grow trees of a second model. The first `chunk` tokens of a prompt that it has still
     to read are read at once, more of them in pieces, and meanwhile nothing is guessed."""
 
-    def __init__(self, host: Host, companion: Lane, shape: TreeShape, chunk: int) -> None:
+    def __init__(self, host: Host, companion: DraftBackend, shape: TreeShape, chunk: int) -> None:
         self.host, self.shape, self.chunk = host, shape, chunk
-        self.companion: Lane = companion
+        self.companion: DraftBackend = companion
         self.thoughts = False
 
     def think(self) -> bool:
@@ -159,7 +155,7 @@ class Grower(Drafter):
 
     def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
         late = {r.id: r for r in requests if self._late(r)}
-        trees: dict[int, Tree] = {}
+        trees: dict[int, DraftBuilder] = {}
         for i in sorted(range(len(requests)), key=lambda i: self.companion.optional(requests[i])):
             request = requests[i]
             levels = min(self.shape.levels, headroom(request), budgets[i])  # none is without a node
@@ -167,23 +163,18 @@ class Grower(Drafter):
                 continue
             if self.companion.reserve(request, request.known + self._runs(levels)):
                 point = not self.draws(request)
-                trees[i] = Tree(request, levels, min(budgets[i], self.shape.nodes(levels)), point)
+                trees[i] = DraftBuilder(request, levels, min(budgets[i], self.shape.nodes(levels)), point)
         if trees:
             self._grow(list(trees.values()))
         ready = [r for r in late.values() if self.companion.reserve(r, r.known)]
         if ready:
             self.companion.catch_up(ready, self.chunk)
-        return [self._finish(trees[i]) if i in trees else None for i in range(len(requests))]
+        return [self.shape.finish(trees[i]) if i in trees else None for i in range(len(requests))]
 
     def learn(
         self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome], tops: Tensor | None = None
     ) -> None:
         pass  # the companion finds out by itself which of its rows still hold
-
-    def _finish(self, tree: Tree) -> Draft:
-        draft = self.shape.finish(tree)
-        draft.thoughts = tree.thoughts
-        return draft
 
     def _runs(self, levels: int) -> int:
         return self.shape.runs(levels - 1) if levels > 1 else 0  # the last level is guessed, not asked
@@ -198,45 +189,47 @@ class Grower(Drafter):
             return self.companion.lag(request) > self.chunk
         return len(self.companion.text(request)) - (request.n_out - 1) * self.chunk > self.chunk
 
-    def _grow(self, trees: Sequence[Tree]) -> None:
+    def _grow(self, trees: Sequence[DraftBuilder]) -> None:
         x = self.companion.root([tree.request for tree in trees])
         asked = [(tree, [-1]) for tree in trees]
         ran: dict[int, dict[tuple[int, ...], int]] = {id(tree): {} for tree in trees}  # lane rows by path
         level = 1
         while asked:
-            after: list[tuple[Tree, list[int]]] = []
+            after: list[tuple[DraftBuilder, list[int]]] = []
             for (tree, nodes), rows in zip(asked, self._thought(x, asked)):
                 following = self.shape.grow(tree, [NodeRequest(node, q) for node, q in zip(nodes, rows)])
                 if self.thoughts or nodes == [-1]:
-                    tree.thoughts |= {tree.path(node): q for node, q in zip(nodes, rows)}
+                    tree.thoughts |= {tree.draft.path(node): q for node, q in zip(nodes, rows)}
                 if following and level < tree.levels:
                     after.append((tree, following))
             if not after:
                 break
             x, asked, level = self._run(after, ran), after, level + 1
 
-    def _run(self, asked: Sequence[tuple[Tree, list[int]]], ran: dict[int, dict[tuple[int, ...], int]]) -> Tensor:
+    def _run(
+        self, asked: Sequence[tuple[DraftBuilder, list[int]]], ran: dict[int, dict[tuple[int, ...], int]]
+    ) -> Tensor:
         """Rows after all nodes asked for; equal paths are one row of the second model's."""
-        growths, places, total = list[Growth](), list[int](), 0
+        levels, places, total = list[NewNodes](), list[int](), 0
         for tree, nodes in asked:
             known, tokens, parents, own = ran[id(tree)], list[int](), list[int](), dict[tuple[int, ...], int]()
             first = len(known)
             for node in nodes:
-                path = tree.path(node)
+                path = tree.draft.path(node)
                 if path not in own:
                     own[path] = len(tokens)
                     tokens.append(path[-1])
                     parents.append(known[path[:-1]] if len(path) > 1 else -1)
                 places.append(total + own[path])
             known |= {path: first + row for path, row in own.items()}
-            growths.append(Growth(tree.request, tokens, parents))
+            levels.append(NewNodes(tree.request, tokens, parents))
             total += len(tokens)
-        x = self.companion.grow(growths)
+        x = self.companion.grow(levels)
         return x if places == list(range(total)) else x[torch.tensor(places, device=x.device)]
 
-    def _thought(self, x: Tensor, asked: Sequence[tuple[Tree, list[int]]]) -> list[list[Tensor]]:
+    def _thought(self, x: Tensor, asked: Sequence[tuple[DraftBuilder, list[int]]]) -> list[list[Tensor]]:
         """What may follow each of the nodes asked for; rows of x are theirs, in order."""
-        contexts = [Context(tree.request, tree.path(node)) for tree, nodes in asked for node in nodes]
+        contexts = [Context(tree.request, tree.draft.path(node)) for tree, nodes in asked for node in nodes]
         chosen = [row for row, context in enumerate(contexts) if context.request.params.greedy]
         logits = self.companion.model.head(x)
         plain = logits[chosen].softmax(-1) if chosen else logits
@@ -249,7 +242,7 @@ class Grower(Drafter):
         return [list(islice(thought, len(nodes))) for _, nodes in asked]
 
 
-def grower(host: Host, name: str, model: str, shape: TreeShape, chunk: int) -> Grower:
+def tree_drafter(host: Host, name: str, model: str, shape: TreeShape, chunk: int) -> TreeDrafter:
     """Of a drafter called `name` and a second model by name or path, or the engine's own (SELF). Raises UserError if
     the vocabularies differ."""
     second = host.model if model == SELF else host.load(model)
@@ -259,4 +252,4 @@ def grower(host: Host, name: str, model: str, shape: TreeShape, chunk: int) -> G
             f"{name}: {model!r} has {ours:,} tokens in its vocabulary, the model has {theirs:,}: "
             f"give one made for the same tokenizer"
         )
-    return Grower(host, host.companion(name, second), shape, chunk)
+    return TreeDrafter(host, host.companion(name, second), shape, chunk)
