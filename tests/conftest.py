@@ -6,6 +6,8 @@ import gc
 import os
 import shutil
 import tempfile
+from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ settings.load_profile("unhurried")
 SCRATCH = pytest.StashKey[str]()
 LEFT_OUT = pytest.StashKey[int]()
 LATER = pytest.StashKey[int]()
+FILES_LEFT_OUT = pytest.StashKey[int]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -64,11 +67,38 @@ def pytest_report_header() -> str:
     return f"cases drawn with --draws {seeds.today()}"
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Thousands of cases, and the libraries of them all, are there to stay: garbage is not looked for among them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files of which all is thorough are not even imported for the quick tests, unless they are named."""
+    if config.getoption("--tier") != "quick" or collection_path.suffix != ".py":
+        return None
+    file = tiers.file(collection_path)
+    if not tiers.thorough(file, "") or tiers.named(file, _given(config)):
+        return None
+    config.stash[FILES_LEFT_OUT] = config.stash.get(FILES_LEFT_OUT, 0) + 1
+    return True
+
+
+def _given(config: pytest.Config) -> list[str]:
+    """The paths that the command line names, as from the folder of this file."""
+    return [tiers.file(config.invocation_params.dir / arg.partition("::")[0]) for arg in config.args]
+
+
 @pytest.hookimpl(trylast=True)  # of what -k and -m leave
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What the tier leaves out goes; the longest files first; all else in its order."""
     tier, runs, left_out = config.getoption("--tier"), list[pytest.Item](), list[pytest.Item]()
-    given = [tiers.file(config.invocation_params.dir / arg.partition("::")[0]) for arg in config.args]
+    given = _given(config)
     for item in items:
         file = tiers.file(item.path)
         listed = tiers.thorough(file, getattr(item, "originalname", item.name))
@@ -84,7 +114,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
     config.stash[LEFT_OUT] = len(left_out)
     if hasattr(config, "workeroutput"):  # of pytest-xdist: goes to the process that writes the summary
-        config.workeroutput |= {"left out": len(left_out), "later": config.stash.get(LATER, 0)}
+        files = config.stash.get(FILES_LEFT_OUT, 0)
+        config.workeroutput |= {"left out": len(left_out), "later": config.stash.get(LATER, 0), "files": files}
     items[:] = sorted(runs, key=lambda item: tiers.place(tiers.file(item.path)))
 
 
@@ -93,6 +124,7 @@ def pytest_testnodedown(node: Any) -> None:
     if hasattr(node, "workeroutput"):  # it has not crashed; each has collected the same
         node.config.stash[LEFT_OUT] = node.workeroutput.get("left out", 0)
         node.config.stash[LATER] = node.workeroutput.get("later", 0)
+        node.config.stash[FILES_LEFT_OUT] = node.workeroutput.get("files", 0)
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
@@ -103,8 +135,10 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if left_out := config.stash.get(LEFT_OUT, 0):
-        tests = f"{left_out} test" + "s" * (left_out > 1)
+    left_out, files = config.stash.get(LEFT_OUT, 0), config.stash.get(FILES_LEFT_OUT, 0)
+    if left_out or files:
+        counts = [f"{n} {what}" + "s" * (n > 1) for n, what in ((left_out, "test"), (files, "file")) if n]
+        tests = " and ".join(counts)
         if config.getoption("--tier") == "quick":
             how = 'make test-rest runs them, or name a file or folder: make test ARGS="tests/laws"'
             terminalreporter.write_line(f"{tests} left out as thorough (tests/tiers.py): {how}")
@@ -113,8 +147,3 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if later := config.stash.get(LATER, 0):
         how = 'make test-rest ARGS="--turns 1" runs all'
         terminalreporter.write_line(f"{later} thorough tests have their turn on another day: {how}")
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Thousands of cases, and the libraries of them all, are there to stay: garbage is not looked for among them."""
-    gc.freeze()

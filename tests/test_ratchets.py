@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -28,23 +29,26 @@ from phasewise.verbs.skip import Skip
 from phasewise.verbs.store import Storing
 from phasewise.verbs.traits import Traits
 from phasewise.verbs.verify import Verifier
+from tests.sources import parsed
 
+T = TypeVar("T", bound=ast.AST)
 ROOT = Path(__file__).parents[1]
+PACKAGE = "src/phasewise/"
 EXCEPTIONS = tomllib.loads((Path(__file__).parent / "ratchets.toml").read_text(encoding="utf-8"))
 ROOMS = ("engine", "step", "verbs", "speculation", "kv", "request", "cluster", "plan")  # they ask methods for members
 ASKED = (Method, Attend, Codec, Decode, Drafter, Evict, Marked, Placing, Sample, Scheduler, Skip, Storing, Verifier)
 
 
-def trees(root: Path) -> Iterator[tuple[str, ast.Module]]:
-    """(path inside the package, tree) of each of its files."""
-    package = root / "src" / "phasewise"
-    for path in sorted(package.rglob("*.py")):
-        yield str(path.relative_to(package)), ast.parse(path.read_text(encoding="utf-8"))
+def each(root: Path, kind: type[T]) -> Iterator[tuple[str, T]]:
+    """(path inside the package, node) of each node of this type in its files."""
+    for path, nodes in parsed(root):
+        if path.startswith(PACKAGE):
+            yield from ((path.removeprefix(PACKAGE), node) for node in nodes[kind] if isinstance(node, kind))
 
 
 def repeated_classes(root: Path) -> set[str]:
     """Names of public classes that are defined more than once."""
-    names = Counter(node.name for _, tree in trees(root) for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    names = Counter(node.name for _, node in each(root, ast.ClassDef))
     return {name for name, count in names.items() if count > 1 and not name.startswith("_")}
 
 
@@ -52,9 +56,8 @@ def private_imports(root: Path) -> set[str]:
     """`file: name` of each name with a leading underscore that is imported from another file."""
     return {
         f"{path}: {alias.name}"
-        for path, tree in trees(root)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("phasewise")
+        for path, node in each(root, ast.ImportFrom)
+        if (node.module or "").startswith("phasewise")
         for alias in node.names
         if alias.name.startswith("_") and not alias.name.startswith("__")
     }
@@ -71,16 +74,12 @@ def members_asked_by_name(root: Path) -> set[str]:
 
 def asked_by_name(root: Path) -> Iterator[tuple[str, str]]:
     """(file, literal name) of each `getattr` and `hasattr` in the rooms that ask methods."""
-    for path, tree in trees(root):
-        for node in ast.walk(tree) if path.partition("/")[0] in ROOMS else ():
-            if (
-                isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Name)
-                and node.func.id in ("getattr", "hasattr")
-            ):
-                name = node.args[1]
-                if isinstance(name, ast.Constant):
-                    yield path, str(name.value)
+    for path, node in each(root, ast.Call):
+        asks = isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr")
+        if asks and path.partition("/")[0] in ROOMS:
+            name = node.args[1]
+            if isinstance(name, ast.Constant):
+                yield path, str(name.value)
 
 
 def others_asked_by_name(root: Path) -> set[str]:

@@ -5,23 +5,16 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 from phasewise import catalog
 from phasewise.verbs.method import Method
+from tests.sources import parsed
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "phasewise"
 LONGEST = 60  # lines of a function
 OUTSIDE = ("methods", "cli", "serve", "bench", "train", "reproduce", "pocket")  # all else is the core
-
-
-@cache
-def parsed(root: Path) -> list[tuple[str, list[ast.AST]]]:
-    """(path, nodes) of every Python file of the package and of the scripts of a tree."""
-    paths = [path for folder in ("src", "scripts") for path in sorted((root / folder).rglob("*.py"))]
-    return [(str(path.relative_to(root)), list(ast.walk(ast.parse(path.read_text("utf-8"))))) for path in paths]
 
 
 def core(root: Path) -> Iterator[Path]:
@@ -35,9 +28,8 @@ def too_large(root: Path) -> list[str]:
     """Functions that are too long."""
     found = []
     for path, nodes in parsed(root):
-        for node in nodes:
-            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                continue
+        for node in (*nodes[ast.FunctionDef], *nodes[ast.AsyncFunctionDef]):
+            assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
             where = f"{path}:{node.lineno} {node.name}"
             lines = (node.end_lineno or 0) - node.lineno + 1
             if lines > LONGEST:
@@ -78,7 +70,7 @@ def environment(root: Path) -> set[str]:
     return {
         path
         for path, nodes in parsed(root)
-        for node in nodes
+        for node in (*nodes[ast.Attribute], *nodes[ast.alias])
         if (isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv"))
         or (isinstance(node, ast.alias) and node.name in ("environ", "environb", "getenv"))
     }
@@ -86,7 +78,7 @@ def environment(root: Path) -> set[str]:
 
 def rebound(root: Path) -> set[str]:
     """Files with a `global` statement."""
-    return {path for path, nodes in parsed(root) for node in nodes if isinstance(node, ast.Global)}
+    return {path for path, nodes in parsed(root) if nodes[ast.Global]}
 
 
 def test_the_environment_switches_nothing_else() -> None:

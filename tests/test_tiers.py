@@ -121,7 +121,9 @@ def test_both_tiers_are_all_and_share_nothing(tree: Path) -> None:
     assert ran(tree) == (EASY | REST, "", 0)
     passed, said, code = ran(tree, "--tier", "quick")
     assert (passed, code) == (EASY, 0)
-    assert said.startswith("4 tests left out as thorough (tests/tiers.py): make test-rest runs them, or name")
+    assert said.startswith(
+        "3 tests and 1 file left out as thorough (tests/tiers.py): make test-rest runs them, or name"
+    )
     assert ran(tree, "--tier", "quick", "-n", "2", "--dist", "loadfile") == (EASY, said, 0)
     said = "3 tests left out as not thorough (tests/tiers.py): make test runs them"
     assert ran(tree, "--tier", "rest") == (REST, said, 0)
@@ -164,7 +166,7 @@ def test_the_rest_of_what_has_none_is_no_failure_and_what_is_nowhere_is_one(tree
     assert ran(tree, "--tier", "rest", "tests/kv") == (set(), nothing, 0)
     assert ran(tree, "--tier", "rest", "-k", "nowhere") == (set(), "", 5)
     passed, said, code = ran(tree, "--tier", "quick", "-k", "test_w")
-    assert (passed, code) == (set(), 5) and said.startswith("1 test left out as thorough"), "it was asked for"
+    assert (passed, code) == (set(), 5) and said.startswith("1 file left out as thorough"), "it was asked for"
 
 
 # ---- make and continuous integration

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from scipy.optimize import linprog
 from torch import Tensor
 
 from phasewise.bench import acceptance
@@ -17,8 +17,11 @@ from phasewise.methods.verify.rejection import Rejection
 from phasewise.reproduce.sampled import GuessOutcome, as_expected
 from phasewise.verbs.draft import Drawn
 from phasewise.verbs.verify import Verifier
+from tests.lazy import lazy
 from tests.speculation.markov import Tree, target
 from tests.verify.test_acceptance import accepted
+
+optimize: Any = lazy("scipy.optimize")
 
 PAIRS = range(12)
 
@@ -52,7 +55,7 @@ def transport(p: Tensor, draws: dict[tuple[int, ...], float]) -> float:
     table = np.zeros((len(limits), len(flows)))
     for column, (i, token) in enumerate(flows):
         table[i, column] = table[len(sets) + token, column] = 1.0
-    return -float(linprog(-np.ones(len(flows)), A_ub=table, b_ub=limits, method="highs").fun)
+    return -float(optimize.linprog(-np.ones(len(flows)), A_ub=table, b_ub=limits, method="highs").fun)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])

@@ -5,16 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
-from scipy import stats
 
 from phasewise.errors import UserError
 from phasewise.methods.draft.rsd import RSD, _Beam, _Widths, conditioned
 from tests import tiny
 from tests.draft.shapes import grown, worth
+from tests.lazy import lazy
 from tests.speculation.markov import table
+
+stats: Any = lazy("scipy.stats")
 
 V = 4
 Q = table(V, seed=5)

@@ -18,7 +18,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-import transformers as hf
 from gguf import GGMLQuantizationType, GGUFWriter
 from numpy.typing import NDArray
 
@@ -32,7 +31,7 @@ from phasewise.model.source import source
 from phasewise.model.tokenizer import Tokenizer
 from phasewise.model.weights import Weights
 
-from ..model.families import FAMILIES, SIZES
+from ..model.families import FAMILIES, make
 from ..model.reference import prompt, run, save_random
 from .raw import ARRAY, STRING, U64, File, array, entry
 from .raw import Tensor as Header
@@ -166,9 +165,9 @@ def test_tensors_that_nobody_knows(directory: Path, tmp_path: Path) -> None:
         assert word in str(raised.value)
 
 
-MIXTRAL = hf.MixtralConfig(**{**SIZES, "num_hidden_layers": 2}, num_local_experts=4, num_experts_per_tok=2)
-QWEN3 = hf.Qwen3MoeConfig(**{**SIZES, "num_hidden_layers": 2}, num_experts=4, num_experts_per_tok=2, head_dim=16,
-                          moe_intermediate_size=24, norm_topk_prob=True)  # fmt: skip
+MIXTRAL = make("MixtralConfig", num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2)
+QWEN3 = make("Qwen3MoeConfig", num_hidden_layers=2, num_experts=4, num_experts_per_tok=2, head_dim=16,
+             moe_intermediate_size=24, norm_topk_prob=True)  # fmt: skip
 
 
 @pytest.mark.parametrize("config", [MIXTRAL, QWEN3], ids=["mixtral", "qwen3_moe"])
@@ -184,12 +183,12 @@ QWEN3 = hf.Qwen3MoeConfig(**{**SIZES, "num_hidden_layers": 2}, num_experts=4, nu
     ],
 )
 def test_absurd_experts(config: Any, extra: dict[str, Any], words: str, tmp_path: Path) -> None:
-    save_random(config, tmp_path / "directory")
+    save_random(config(), tmp_path / "directory")
     refused(Conversion(extra=extra).write(tmp_path / "directory", tmp_path / "model.gguf"), words, error=UserError)
 
 
 def test_fewer_experts_in_one_layer(tmp_path: Path) -> None:
-    save_random(MIXTRAL, tmp_path / "directory")
+    save_random(MIXTRAL(), tmp_path / "directory")
     path = Conversion().write(tmp_path / "directory", tmp_path / "model.gguf")
     raw = path.read_bytes()
     for name, shape in ((b"blk.1.ffn_up_exps.weight", (48, 80, 4)), (b"blk.1.ffn_gate_inp.weight", (48, 4))):

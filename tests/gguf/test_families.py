@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers as hf
 from gguf import GGMLQuantizationType
 
 from phasewise.errors import UnsupportedModel, UserError
@@ -21,13 +20,9 @@ from phasewise.model.parse import parse_config
 from phasewise.model.source import source
 
 from ..model.families import FAMILIES as OF_DIRECTORIES
-from ..model.families import ROPES, SIZES
+from ..model.families import ROPES, SIZES, hf, make
 from ..model.reference import prompt, run, save_random, theirs
 from .writer import Conversion, Vocabulary
-
-
-def _make(cls: type, **changes: Any) -> Callable[[], Any]:
-    return lambda: cls(**{**SIZES, **changes})
 
 
 def _rope(**settings: Any) -> dict[str, Any]:
@@ -42,25 +37,25 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     **{name: OF_DIRECTORIES[name] for name in (
         "llama", "llama-biased-tied", "llama-mha-wide-heads", "mistral-full", "qwen2", "qwen3", "phi3",
         "phi3-partial-longrope", "olmo2", "olmo2-biased")},
-    "mixtral": _make(hf.MixtralConfig, num_local_experts=5, num_experts_per_tok=2, sliding_window=None),
-    "qwen3_moe": _make(hf.Qwen3MoeConfig, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24, head_dim=16,
+    "mixtral": make("MixtralConfig", num_local_experts=5, num_experts_per_tok=2, sliding_window=None),
+    "qwen3_moe": make("Qwen3MoeConfig", num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24, head_dim=16,
                        norm_topk_prob=True),
-    "smollm3": _make(hf.SmolLM3Config, num_hidden_layers=5, attention_bias=True),
-    "smollm3-untied": _make(hf.SmolLM3Config, num_hidden_layers=5, tie_word_embeddings=False),
-    "gemma2": _make(hf.Gemma2Config, head_dim=16, sliding_window=5, query_pre_attn_scalar=16,
+    "smollm3": make("SmolLM3Config", num_hidden_layers=5, attention_bias=True),
+    "smollm3-untied": make("SmolLM3Config", num_hidden_layers=5, tie_word_embeddings=False),
+    "gemma2": make("Gemma2Config", head_dim=16, sliding_window=5, query_pre_attn_scalar=16,
                     attn_logit_softcapping=4.0, final_logit_softcapping=6.0),
-    "gemma2-largest": _make(hf.Gemma2Config, head_dim=16, sliding_window=5, query_pre_attn_scalar=12, hidden_size=48,
+    "gemma2-largest": make("Gemma2Config", head_dim=16, sliding_window=5, query_pre_attn_scalar=12, hidden_size=48,
                             num_hidden_layers=46),
-    "gemma3": _make(hf.Gemma3TextConfig, **GEMMA3),
-    "gemma3-largest": _make(hf.Gemma3TextConfig, **{**GEMMA3, "num_hidden_layers": 62, "query_pre_attn_scalar": 12}),
-    "gemma3-capped": _make(hf.Gemma3TextConfig, **GEMMA3, final_logit_softcapping=8.0),
+    "gemma3": make("Gemma3TextConfig", **GEMMA3),
+    "gemma3-largest": make("Gemma3TextConfig", **{**GEMMA3, "num_hidden_layers": 62, "query_pre_attn_scalar": 12}),
+    "gemma3-capped": make("Gemma3TextConfig", **GEMMA3, final_logit_softcapping=8.0),
     "phi3-longrope": ROPES["longrope"],
     "linear": ROPES["linear"],
     "yarn": ROPES["yarn"],
-    "yarn-betas": _make(hf.LlamaConfig, rope_parameters=_rope(
+    "yarn-betas": make("LlamaConfig", rope_parameters=_rope(
         rope_type="yarn", factor=4.0, original_max_position_embeddings=64, beta_fast=8.0, beta_slow=2.0,
         attention_factor=1.25)),
-    "yarn-qwen2": _make(hf.Qwen2Config, rope_parameters=_rope(
+    "yarn-qwen2": make("Qwen2Config", rope_parameters=_rope(
         rope_type="yarn", factor=4.0, original_max_position_embeddings=64)),
 }  # fmt: skip
 # Their norms are stored plus one, which loses the last bits of weights far from it.
@@ -156,13 +151,13 @@ def test_half_precision(kind: str, tmp_path: Path) -> None:
 WIDE = {"head_dim": 256, "query_pre_attn_scalar": 256}  # its import knows no other
 IMPORTED: dict[str, Callable[[], Any]] = {
     "llama": FAMILIES["llama"],
-    "llama-biased-tied": _make(hf.LlamaConfig, tie_word_embeddings=True),
+    "llama-biased-tied": make("LlamaConfig", tie_word_embeddings=True),
     "qwen2": FAMILIES["qwen2"],
-    "qwen3": _make(hf.Qwen3Config, head_dim=128),
-    "qwen3_moe": _make(hf.Qwen3MoeConfig, num_experts=6, num_experts_per_tok=3, head_dim=16, norm_topk_prob=True),
-    "phi3": _make(hf.Phi3Config, sliding_window=None),
-    "gemma2": _make(hf.Gemma2Config, **WIDE, sliding_window=5),
-    "gemma3": _make(hf.Gemma3TextConfig, **WIDE, sliding_window=5, num_hidden_layers=7),
+    "qwen3": make("Qwen3Config", head_dim=128),
+    "qwen3_moe": make("Qwen3MoeConfig", num_experts=6, num_experts_per_tok=3, head_dim=16, norm_topk_prob=True),
+    "phi3": make("Phi3Config", sliding_window=None),
+    "gemma2": make("Gemma2Config", **WIDE, sliding_window=5),
+    "gemma3": make("Gemma3TextConfig", **WIDE, sliding_window=5, num_hidden_layers=7),
 }
 
 
@@ -202,7 +197,7 @@ def test_gemma3_without_a_window(tmp_path: Path) -> None:
 
 def test_gemma3_of_the_first_converters(tmp_path: Path) -> None:
     """They did not write the base of local layers, which was the same in all models."""
-    pair = _pair("gemma3", _make(hf.Gemma3TextConfig, **GEMMA3)(), tmp_path, extra={"rope.freq_base_swa": None})
+    pair = _pair("gemma3", make("Gemma3TextConfig", **GEMMA3)(), tmp_path, extra={"rope.freq_base_swa": None})
     assert config_of(pair.file).ropes[1].inverse[1] == pytest.approx(10_000.0 ** (-2 / 16))
 
 
@@ -248,7 +243,7 @@ def test_attention_in_both_directions(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rotated", [2, 30, 44])
 def test_any_share_of_a_head_may_rotate(rotated: int, tmp_path: Path) -> None:
     """Even one that times 44, in floating point, is a little less than it should be."""
-    config = _make(hf.LlamaConfig, head_dim=44)()
+    config = make("LlamaConfig", head_dim=44)()
     assert (
         config_of(_pair("llama", config, tmp_path, extra={"rope.dimension_count": rotated}).file).ropes[0].dim
         == rotated

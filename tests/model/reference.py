@@ -6,14 +6,19 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from phasewise.model.config import AttentionSpec
 from phasewise.model.model import Model
+from tests.lazy import lazy
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+hf: Any = lazy("transformers")
 VOCAB = 128
 
 
@@ -126,7 +131,7 @@ def save_random(config: PreTrainedConfig, directory: Path, **options: object) ->
     """A random checkpoint whose every tensor matters: norms and biases away from their neutral values."""
     torch.manual_seed(0)
     config._attn_implementation = "eager"
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:

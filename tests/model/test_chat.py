@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from phasewise.errors import UserError
 from phasewise.model.chat import ChatTemplate
@@ -59,6 +58,8 @@ def template(source: str) -> ChatTemplate:
 )
 def test_equals_transformers(source: str, add_generation_prompt: bool) -> None:
     extra: dict[str, Any] = {"tools": [{"name": "é<&>", "n": 1}], "enable_thinking": True}
+    from transformers.utils.chat_template_utils import render_jinja_template  # which takes long
+
     theirs, _ = render_jinja_template(
         conversations=[MESSAGES], chat_template=source, add_generation_prompt=add_generation_prompt, **extra, **TOKENS
     )

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as hf
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -21,7 +20,7 @@ from phasewise.model.layout import layout
 from phasewise.model.model import Model
 from phasewise.model.parse import parse_config
 from tests import seeds, tiny, uncached
-from tests.model.families import FAMILIES
+from tests.model.families import FAMILIES, hf
 from tests.model.reference import VOCAB, save_random
 
 CONVERTED = sorted(name for name in FAMILIES if name.partition("-")[0] in kv_heads.FAMILIES)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import transformers
 
 import phasewise
 from phasewise.model.model import Model
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 from tests import oracle, tiny
+from tests.lazy import lazy
 
+transformers: Any = lazy("transformers")
 POCKET = Path(phasewise.__file__).parent / "pocket" / "target"
 PATHS = {"llama": tiny.checkpoint(), "mixtral": tiny.checkpoint(experts=4), "pocket": POCKET}
 

@@ -6,16 +6,19 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from phasewise.model.model import Model
 from phasewise.model.rope import Rotary
 
 from .families import FAMILIES, ROPES
 from .reference import Runner, prompt, run, save_random, theirs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 TOLERANCE = 1e-4
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers as hf
 from safetensors.torch import load_file, save_file
 
 from phasewise.errors import UserError
@@ -19,7 +18,7 @@ from phasewise.model.widen import LEAST, MOST, WHY_NOT, widen
 from tests import seeds, tiny
 from tests.cli.conftest import Cli
 from tests.cli.conftest import cli as cli
-from tests.model.families import FAMILIES
+from tests.model.families import FAMILIES, hf
 from tests.model.reference import save_random
 
 WIDENED = sorted(name for name in FAMILIES if name.partition("-")[0].replace("gemma3", "gemma3_text") not in WHY_NOT)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
-from scipy import stats
 
 from phasewise.methods.sample.standard import Standard
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.verbs.sample import Context, Dist, Purpose, draw, pick, uniform
 from tests import tiny
+from tests.lazy import lazy
+
+stats: Any = lazy("scipy.stats")
 
 
 def test_pick_inverts_the_cumulated_probabilities() -> None:

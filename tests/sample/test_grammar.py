@@ -10,7 +10,6 @@ from itertools import product
 from typing import Any
 
 import pytest
-from scipy import stats
 
 from phasewise.errors import UserError
 from phasewise.load import model_path
@@ -21,6 +20,7 @@ from phasewise.methods.sample.grammar import GrammarState
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 from tests import oracle, seeds, tiny
+from tests.lazy import lazy
 from tests.sample.structured import (
     ARRAY,
     FLAT,
@@ -37,6 +37,7 @@ from tests.sample.structured import (
 from tests.sample.vocabularies import END, byte_level
 
 pytest.importorskip("llguidance")
+stats: Any = lazy("scipy.stats")
 DRAFTERS = ["prompt_lookup:k=4,min_match=1", "token_recycling", "draft_model:model=SELF,k=3", "lookahead", "paced"]
 PLACES = ["disaggregated:prefill=1,decode=1", "splitwise", "semi_pd:cores=2"]
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from phasewise.verbs import sample as sampling
 from phasewise.verbs.sample import Purpose, uniform
+from tests.lazy import lazy
+
+stats: Any = lazy("scipy.stats")
 
 
 def philox(left: int, right: int, key: int) -> tuple[int, int]:

@@ -6,15 +6,18 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from scipy import stats
 
 from phasewise.speculation.branching import branch
 from phasewise.verbs.draft import Draft, Drawn
 from phasewise.verbs.sample import Dist, Purpose, uniform
 from phasewise.verbs.verify import Verifier
+from tests.lazy import lazy
+
+stats: Any = lazy("scipy.stats")
 
 Table = torch.Tensor  # [V, V]: row t = distribution of the token after t
 Drafts = Callable[[int, int, int], Draft]  # (last token, seed, position) -> a draft

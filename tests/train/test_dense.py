@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import LlamaConfig
 
 from phasewise.errors import UserError
 from phasewise.train import dense
 from phasewise.train.dense import DenseDecoder, DenseShape, TokenBlock
 from phasewise.train.pocket import SHAPES
 from tests.gguf.writer import Conversion
-from tests.model.families import SIZES
+from tests.model.families import SIZES, hf
 from tests.model.reference import save_random
 
 SMALL = DenseShape(300, 48, 3, 4, 2, 80, head_dim=16, max_position_embeddings=128)
@@ -57,7 +56,7 @@ def test_load_returns_what_save_wrote(tmp_path: Path) -> None:
 def test_a_twin_reads_todays_settings_and_gguf_files(tmp_path: Path) -> None:
     """The rotation has a section of its own in the former, and the latter say nothing of an activation."""
     rope = {"rope_type": "default", "rope_theta": 500.0}
-    theirs = save_random(LlamaConfig(**SIZES, tie_word_embeddings=True, rope_parameters=rope), tmp_path)
+    theirs = save_random(hf.LlamaConfig(**SIZES, tie_word_embeddings=True, rope_parameters=rope), tmp_path)
     ids = torch.randint(0, SIZES["vocab_size"], (2, 40))
     for files in tmp_path, Conversion().write(tmp_path, tmp_path / "model.gguf"):
         with torch.no_grad():
@@ -75,7 +74,7 @@ def test_a_twin_reads_todays_settings_and_gguf_files(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_twin_would_get_wrong_is_refused(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
-    LlamaConfig(**{**SIZES, "tie_word_embeddings": True, **changes}).save_pretrained(tmp_path)
+    hf.LlamaConfig(**{**SIZES, "tie_word_embeddings": True, **changes}).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=f"plain Llamas with tied embeddings, this one has {named}$"):
         dense.load(tmp_path)
 

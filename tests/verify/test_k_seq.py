@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import itertools
 from math import e, prod
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from scipy.optimize import linprog
 from torch import Tensor
 
 from phasewise.methods.verify.k_seq import KSeq, slack
 from phasewise.methods.verify.rejection import Rejection
 from phasewise.verbs.draft import Draft
 from phasewise.verbs.sample import Dist, Purpose, uniform
+from tests.lazy import lazy
 from tests.speculation.markov import Tree, relative, table, target
+
+optimize: Any = lazy("scipy.optimize")
 
 VOCAB = 4
 CASES = [*((seed, k) for seed in range(3) for k in (1, 2, 3)), (3, 4)]
@@ -79,7 +82,7 @@ def transport(p: Tensor, q: Tensor, k: int) -> float:
     bounds = np.zeros((len(sets) + VOCAB, len(flows)))
     for at, (i, token) in enumerate(flows):
         bounds[i, at] = bounds[len(sets) + token, at] = 1
-    solved = linprog(-np.ones(len(flows)), A_ub=bounds, b_ub=[*sets.values(), *p.tolist()], method="highs")
+    solved = optimize.linprog(-np.ones(len(flows)), A_ub=bounds, b_ub=[*sets.values(), *p.tolist()], method="highs")
     return float(-solved.fun)
 
 

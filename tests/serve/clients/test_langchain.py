@@ -8,13 +8,14 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel, SecretStr
 
+from tests.lazy import lazy
 from tests.serve.playing import play
 from tests.serve.running import PATIENCE, Server
 
-langchain = pytest.importorskip("langchain_openai")
 pytest.importorskip("llguidance")
-messages = pytest.importorskip("langchain_core.messages")
-tools = pytest.importorskip("langchain_core.tools")
+langchain: Any = lazy("langchain_openai")
+messages: Any = lazy("langchain_core.messages")
+tools: Any = lazy("langchain_core.tools")
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 
 
@@ -25,7 +26,6 @@ class Animal(BaseModel):
     tame: bool
 
 
-@tools.tool
 def weather(city: Literal["Oslo", "Rome"]) -> str:
     """The weather in a city."""
     return f"Rain in {city}."
@@ -53,7 +53,7 @@ def test_messages_go_and_come(hermes: Server) -> None:
 
 
 def test_tools_are_called_and_answered(hermes: Server) -> None:
-    model = chat(hermes).bind_tools([weather])
+    model = chat(hermes).bind_tools([tools.tool(weather)])
     talk: list[Any] = [messages.HumanMessage(play(f"So:\n{CALL}"))]
     answer = model.invoke(talk)
     ((name, arguments),) = [(call["name"], call["args"]) for call in answer.tool_calls]
@@ -62,14 +62,14 @@ def test_tools_are_called_and_answered(hermes: Server) -> None:
     for piece in model.stream(talk):
         whole = piece if whole is None else whole + piece
     assert whole is not None and [(call["name"], call["args"]) for call in whole.tool_calls] == [(name, arguments)]
-    result = weather.invoke(answer.tool_calls[0])
+    result = tools.tool(weather).invoke(answer.tool_calls[0])
     result.content = play(result.content)
     assert model.invoke([*talk, answer, result]).content == "Rain in Oslo."
 
 
 @pytest.mark.parametrize("choice", ["any", "weather", True])
 def test_a_call_that_has_to_be(hermes: Server, choice: Any) -> None:
-    model = chat(hermes).bind_tools([weather], tool_choice=choice, strict=True, parallel_tool_calls=False)
+    model = chat(hermes).bind_tools([tools.tool(weather)], tool_choice=choice, strict=True, parallel_tool_calls=False)
     (call,) = model.invoke("the fox").tool_calls
     assert call["name"] == "weather" and call["args"]["city"] in ("Oslo", "Rome")
 

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
 import jsonschema
 import openai
 import pytest
@@ -143,6 +142,8 @@ def test_arguments_are_an_object_whatever_a_schema_says(hermes: Server) -> None:
 
 def test_anthropics_and_responses_ways_to_say_it(hermes: Server) -> None:
     own = [{"name": name, "input_schema": schema} for name, schema in SCHEMAS.items()]
+    import anthropic  # which takes long
+
     client = anthropic.Anthropic(base_url=hermes.url, api_key="none", max_retries=0)
     choices: list[Any] = [{"type": "any"}, {"type": "tool", "name": "weather"}]
     for choice in choices:

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from tests.lazy import lazy
 from tests.serve.playing import play
 from tests.serve.running import PATIENCE, Server
 
-anthropic = pytest.importorskip("anthropic")
+anthropic: Any = lazy("anthropic")
 
 WEATHER = {"name": "weather", "description": "The weather.", "input_schema": {"type": "object", "properties": {}}}
 CLOCK = {"name": "clock", "input_schema": {"type": "object"}}
