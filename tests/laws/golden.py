@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -72,6 +72,21 @@ def holding(verb: str, name: str, held: str, kind: str, other: str) -> dict[str,
     if kind == "decode" and catalog.slots_of(catalog.method(kind, other)):
         given["draft"] = spell("draft", "draft_model", {"k": 3})
     return given
+
+
+def traces(names: Collection[str], day: int, compared: bool | None = None) -> list[tuple[str, str, bool]]:
+    """Name, dtype, and whether the quick tier compares the trace on this day.
+
+    It compares every method in bfloat16 each day. A third of them follows in float32, which costs three times as much,
+    and a third of the wrappers over what they hold in bfloat16. `compared`: whether the record has bfloat16 of this
+    machine's kernels, which is looked up if it is not said; where it has none, every method is compared in float32.
+    """
+    if compared is None:
+        compared = all(kernels() in entry["bfloat16"] for entry in read().values())
+    single, wrapped = ([name for name in names if (":" in name) == held] for held in (False, True))
+    often = {(name, "bfloat16") for name in single} | {(name, "bfloat16") for name in wrapped[day % 3 :: 3]}
+    often |= {(name, "float32") for name in (single[day % 3 :: 3] if compared else single)}
+    return [(name, dtype, (name, dtype) in often) for name in names for dtype in ("float32", "bfloat16")]
 
 
 def naming(name: str) -> list[str]:

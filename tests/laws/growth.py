@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -64,14 +64,14 @@ def grow(patch: pytest.MonkeyPatch, dummies: int, more: Sequence[str] = ()) -> s
 
 def quick() -> Counter[str]:
     """Cases by kind, those of `SECONDS`, that a run of the quick tier has of the laws over the catalogue."""
-    traces, methods = golden.cases(), axes.singles()
-    found = {"golden float32": len(traces) - held(traces), "golden bfloat16": len(traces)}
-    return Counter(found | {"scenario": len(methods), "neutral": len(methods)})
+    methods = axes.singles()
+    found = Counter(f"golden {dtype}" for _, dtype, now in golden.traces(golden.cases(), 0, compared=True) if now)
+    return found + Counter({"scenario": len(methods), "neutral": len(methods)})
 
 
 def rest() -> Counter[str]:
     """The same of the thorough tier."""
-    found = Counter({"golden float32": held(golden.cases())})
+    found = Counter(f"golden {dtype}" for _, dtype, now in golden.traces(golden.cases(), 0, compared=True) if not now)
     for kind, test in (
         ("scenario", test_methods.test_tokens_are_a_requests_own_under_other_schedulers),
         ("scenario", test_methods.test_tokens_are_a_requests_own_in_what_a_method_holds),
@@ -81,8 +81,3 @@ def rest() -> Counter[str]:
         rows, _, most = test.cases  # type: ignore[attr-defined]
         found[kind] += len(axes.sampled(rows(False), most, 0))
     return found
-
-
-def held(traces: Collection[str]) -> int:
-    """How many of them are of parts, and of wrappers over what they hold."""
-    return sum(":" in name for name in traces)

@@ -36,27 +36,33 @@ Methods = Mapping[str, Any]  # a method per verb
 def settle(methods: Methods, defaults: Methods) -> dict[str, Any]:
     """The methods, with those that fill several slots put into all of them. Raises UserError for two that cannot work
     together (verbs/conflict.py)."""
+    traits: dict[int, Traits] = {id(method): method.traits for method in methods.values()}  # most make it when asked
     for home, method in methods.items():
-        verb = method.traits.verb
+        verb = traits[id(method)].verb
         if verb != home and methods.get(verb) is not method:
             raise UserError(f"{label(home, method)} says it is a method of {verb}: choose it as --{verb}")
-    acting = chosen(methods, defaults)
+    acting = [method for method in _each(methods) if method != defaults.get(traits[id(method)].verb)]
     for method in acting:
-        if (slot := next((slot for slot in method.traits.fills if slot not in SHARED), None)) is not None:
+        slot = next((slot for slot in traits[id(method)].fills if slot not in SHARED), None)
+        if slot is not None:
             raise UserError(f"{named(method).label} cannot fill {slot}: only {', '.join(SHARED)} can be shared")
     for one, other in combinations(acting, 2):
-        if conflict(one.traits, other.traits) is not None:
+        if conflict(traits[id(one)], traits[id(other)]) is not None:
             raise UserError(conflict(named(one), named(other)))
     settled = dict(methods)
     for method in acting:
-        settled |= dict.fromkeys(method.traits.fills, method)
+        settled |= dict.fromkeys(traits[id(method)].fills, method)
     return settled
 
 
 def chosen(methods: Methods, defaults: Methods) -> list[Any]:
     """Each method that is not its verb's default, once."""
-    found = {id(method): method for verb, method in methods.items() if method != defaults.get(method.traits.verb)}
-    return list(found.values())
+    return [method for method in _each(methods) if method != defaults.get(method.traits.verb)]
+
+
+def _each(methods: Methods) -> list[Any]:
+    """The methods, one that takes the place of several verbs once."""
+    return list({id(method): method for method in methods.values()}.values())
 
 
 def named(method: Any) -> Traits:
