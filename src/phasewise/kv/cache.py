@@ -52,6 +52,11 @@ class KV:
             self._walk = walk
         return self._flat
 
+    @property
+    def layout(self) -> ContiguousView | None:
+        """The last answer of `flat`, as long as it holds."""
+        return self._flat
+
     def _of(self, walk: tuple[int, ...] | None) -> Sequence[LayerKV]:
         return self.layers if walk is None else [self.layers[i] for i in walk]
 

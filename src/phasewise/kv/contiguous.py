@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -24,15 +25,18 @@ class ContiguousView:
     `n`: committed rows, of the longest head. `gaps`: they need not be those of positions 0 .. n-1, as some were given
     up; which they are may differ by layer and head. `address`: of Planes (kernels.h) [layers].
     `row_bytes`: what a row takes in all layers. `tables`: of vectors beside them, by whoever asked for them; `biases`:
-    of what is added to scores of slot 0, likewise; `front`: of what a window with a stride sees for good.
+    of what is added to scores of slot 0, likewise; `front`: of what a window with a stride sees for good. `lowered`:
+    the kept form of a single row (step/lower.py), which holds as long as this object does.
     """
 
     __slots__ = ("_line", "_narrow", "_places", "_planes", "_positions", "_sealed", "_seals", "_sides", "_slabs",
-                 "address", "biases", "front", "gaps", "layers", "n", "row_bytes", "tables", "unequal")  # fmt: skip
+                 "address", "biases", "front", "gaps", "layers", "lowered", "n", "row_bytes", "tables",
+                 "unequal")  # fmt: skip
 
     def __init__(self, layers: Sequence[LayerKV]) -> None:
         self.layers, self.tables, self.biases = layers, dict[Hashable, VectorTable](), dict[Hashable, Tensor]()
         self.front: tuple[object, int, int] | None = None
+        self.lowered: Any = None
         self._slabs = [slab for layer in layers for slab in layer.slabs]
         self.n = max(layer.n for layer in layers)
         self.unequal = Unequal(layers, self.n) if unequal(layers) else None

@@ -8,15 +8,16 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from phasewise.ops.native.spans import Common
-from phasewise.ops.native.stack import SLICE, Halves, PassBuffers, Stack, StackSpan, Turns
+from phasewise.ops.native.stack import SLICE, Halves, PassBuffers, Stack, StackSpan, Turns, seen_slots
 from phasewise.step.batch import Batch
 from phasewise.step.half import run_halves
-from phasewise.step.lower import Lowered, windows_of
+from phasewise.step.lower import KeptForm, Lowered, windows_of
 from phasewise.step.phase import Hidden
 from phasewise.step.shared import in_common
 
@@ -30,13 +31,20 @@ MOST = 1024  # rows of a call: what more of them need between two layers would n
 
 
 class Scratch:
-    """Memory for what a native step leaves behind. The next step of as many rows writes over it."""
+    """Memory for what a native step leaves behind. The next step of as many rows writes over it. `kept`: the call of
+    the last step, where the next one may use it again."""
 
-    __slots__ = ("_between", "_count", "_x")
+    __slots__ = ("_between", "_count", "_x", "kept")
 
     def __init__(self) -> None:
         self._count, self._x = 0, torch.empty(0)
+        self.kept: KeptStep | None = None
         self._between: tuple[Tensor, Tensor, Tensor] | None = None
+
+    @property
+    def x(self) -> Tensor:
+        """The memory that `take` has given last."""
+        return self._x
 
     def take(self, count: int, width: int) -> Tensor:
         """bfloat16 [count, width]; always of one width. With few rows, making a tensor would cost as much as the rest
@@ -55,6 +63,59 @@ class Scratch:
         return self._between
 
 
+class KeptStep:
+    """The native call of a step of single rows, for the steps after it.
+
+    While the same requests come in the same order, each with a form that still serves it (`lower.KeptForm`), their next
+    step differs in tokens, positions and the numbers of rows that are read: those alone are written into the call. It
+    holds on to no KV.
+    """
+
+    __slots__ = ("_forms", "_halves", "_missing", "_row_layers", "_stack", "_walk", "_widths", "_windows")
+
+    def __init__(
+        self, spans: Sequence[Span], forms: Sequence[KeptForm], halves: Halves, stack: Stack, saved: int,
+        widths: Sequence[int],
+    ) -> None:  # fmt: skip
+        """`saved`: bytes of KV that are read once for several spans. `widths`: bytes of one row of each span."""
+        self._forms, self._halves, self._stack = [ref(form) for form in forms], halves, stack
+        self._walk, self._widths = spans[0].walk, widths
+        self._missing = saved + sum(form.part.missing for form in forms)
+        self._windows = [(form.part.window, form.part.sinks) for form in forms]
+        self._row_layers = sum(len(span.walk or span.kv.layers) for span in spans)
+
+    def ends(self, batch: Batch, model: Model, x: Tensor) -> list[int] | None:
+        """The slots at which the rows of `batch` end, if this is the call of a step that writes them to x."""
+        if len(batch.spans) != len(self._forms) or x is not self._halves.x or batch.end > model.turned:
+            return None
+        found: list[int] = []
+        for span, known in zip(batch.spans, self._forms):
+            flat = span.kv.layout
+            form = known()
+            if flat is None or form is None or flat.lowered is not form:
+                return None
+            if span.hidden is not None or not form.serves(span, flat):
+                return None
+            found.append(flat.n + 1)
+        return found if model.stack_of(self._walk) is self._stack else None
+
+    def run(self, batch: Batch, ends: Sequence[int], model: Model, counters: Counters) -> Hidden:
+        """The rows after all layers [T, d], their keys and values appended."""
+        read = -self._missing
+        for n, width, (window, sinks) in zip(ends, self._widths, self._windows):
+            read += (seen_slots(n, 1, window, sinks) if window else n) * width
+        try:
+            self._halves.again(batch.numbers, model.turns(batch.end), ends)
+        finally:
+            counters.expert_loads += self._stack.loaded()
+        for span in batch.spans:
+            span.kv.written(span.positions)
+        counters.kv_bytes_read += read
+        counters.row_layers += self._row_layers
+        counters.kv_bytes_written += sum(self._widths)
+        return Hidden(self._halves.x, batch.rows)
+
+
 class NativeStep:
     """A forward over spans that are all natively done."""
 
@@ -69,7 +130,7 @@ class NativeStep:
         x, walk = self.room.take(batch.rows, stack.hidden), spans[0].walk
         run = self._run if all(span.walk == walk for span in spans) else self._by_walk
         kept = run(batch, x, lowered)
-        for span, (part, _) in zip(spans, lowered):
+        for span, (part, _, _) in zip(spans, lowered):
             width = self._width(span)
             if part.choice is not None:
                 self.counters.kv_bytes_read += part.choice.done()
@@ -125,12 +186,30 @@ class NativeStep:
             commons = self._commons(spans, parts, plain)
             halves = Halves(stack, numbers, turns, parts, rows, commons)
             return run_halves(self.model, batch, halves, by_layer, self.counters, self.taps)
-        whole = _Call(numbers, x, spans, parts)
-        for call in [whole] if batch.rows <= MOST else _calls(whole, batch.rows):
+        if batch.rows <= MOST:
+            commons = self._commons(spans, parts, range(len(parts)))
+            halves = Halves(stack, numbers, turns, parts, PassBuffers(x), commons)
+            halves.upto(2 * stack.count)
+            self.room.kept = self._kept(batch, [each.form for each in lowered], halves, stack, commons)
+            return {}
+        for call in _calls(_Call(numbers, x, spans, parts), batch.rows):
             stack(
                 call.numbers, turns, call.parts, call.x, self._commons(call.spans, call.parts, range(len(call.parts)))
             )
         return {}
+
+    def _kept(
+        self, batch: Batch, forms: Sequence[KeptForm | None], halves: Halves, stack: Stack, commons: Sequence[Common]
+    ) -> KeptStep | None:
+        """The call for steps to come; None where they may differ in more than `KeptStep` knows."""
+        known = [form for form in forms if form is not None]
+        if len(known) < len(forms) or batch.end > self.model.turned:
+            return None
+        if commons and self.windows:  # a window ends them as soon as it hides some of their rows
+            return None
+        widths = [self._width(span) for span in batch.spans]
+        saved = sum(common.saved * widths[common.members[0]] for common in commons)
+        return KeptStep(batch.spans, known, halves, stack, saved, widths)
 
     def _turned(self, batch: Batch, parts: Sequence[StackSpan]) -> tuple[Turns, array[int], Sequence[StackSpan]]:
         """The rotations of all rows, with `batch.numbers` and `parts` that count places in them."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
+from sys import maxsize
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -60,16 +61,50 @@ if TYPE_CHECKING:
 
 class Lowered(NamedTuple):
     """A span as native steps take it. `by_layer` says why its plan is executed layer by layer, between queries and
-    attention; "": the kernels do all of it."""
+    attention; "": the kernels do all of it. `form`: what is kept of a single row for those after it."""
 
     part: StackSpan
     by_layer: str = ""
+    form: KeptForm | None = None
 
 
 class Unlowered(NamedTuple):
     """A span that runs operator by operator, because `why`."""
 
     why: str
+
+
+class KeptForm:
+    """The lowered form of a request's single row, which serves its later ones: another row differs in `n` alone.
+
+    It lies with the layout of the request's KV (`ContiguousView.lowered`), which is another object as soon as buffers
+    grow or move, or rows are given up, rolled back, packed or loaded. `serves` holds the rest: the plan, the phase, the
+    prefix nodes, and that the row follows the committed ones as the first one did. A window that begins to hide rows
+    ends it at position `until`.
+    """
+
+    __slots__ = ("__weakref__", "_block", "_lost", "_lowered", "_nodes", "_phase", "_plan", "_until", "part")
+
+    def __init__(self, span: Span, flat: ContiguousView, lowered: Lowered, until: int) -> None:
+        self._plan, self._phase, self._block, self._nodes = span.plan, span.phase, span.block, span.kv.nodes
+        self._lost, self._until, self._lowered, self.part = span.last - flat.n, until, lowered, lowered.part
+
+    def serves(self, span: Span, flat: ContiguousView) -> bool:
+        """Whether it is the form of this span, of which `flat`, with this form, is the KV's layout."""
+        at = span.last
+        return (
+            at < self._until
+            and at - flat.n == self._lost
+            and span.phase is self._phase
+            and span.single
+            and span.plan is self._plan
+            and span.block == self._block
+            and span.kv.nodes is self._nodes
+        )
+
+    def lowered(self, n: int) -> Lowered:
+        """The form of the row at slot n - 1."""
+        return Lowered(StackSpan(n, *self.part[1:]), self._lowered.by_layer, self)
 
 
 def windows_of(model: Model) -> list[int]:
@@ -97,6 +132,32 @@ def lower(span: Span, stack: Stack, windows: Sequence[int]) -> Lowered | Unlower
     flat = _layout(span, stack)
     if isinstance(flat, Unlowered):
         return flat
+    form: KeptForm | None = flat.lowered
+    if form is not None and form.serves(span, flat):
+        return form.lowered(flat.n + 1)
+    found = _lower(span, flat, stack, windows)
+    until = _until(span, flat, found)
+    if isinstance(found, Lowered) and span.last < until:
+        form = flat.lowered = KeptForm(span, flat, found, until)
+        return found._replace(form=form)
+    return found
+
+
+def _until(span: Span, flat: ContiguousView, found: Lowered | Unlowered) -> int:
+    """The position below which the form of a span serves later rows of the same plan; 0: it serves no other."""
+    plan = span.plan
+    if isinstance(found, Unlowered) or not span.single or not flat.n or flat.cuts is not None:
+        return 0
+    if plan.keys is not FULL or plan.record is not None:
+        return 0
+    if plan.window is None:
+        return maxsize
+    if not plan.window.hides(span):
+        return plan.window.hides_from(span)
+    return maxsize if found.part.window and not plan.window.stride else 0
+
+
+def _lower(span: Span, flat: ContiguousView, stack: Stack, windows: Sequence[int]) -> Lowered | Unlowered:
     whole = _everything(span, flat, windows)
     if isinstance(whole, Unlowered):
         return whole

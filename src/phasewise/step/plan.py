@@ -221,7 +221,11 @@ class Window:
 
     def hides(self, span: Span) -> bool:
         """Whether some row of the span does not see all rows before it."""
-        return span.last >= max(self.rows, 0 if self.prompts else span.request.prompt_len)
+        return span.last >= self.hides_from(span)
+
+    def hides_from(self, span: Span) -> int:
+        """The first position of the span's request whose row does not see all rows before it."""
+        return max(self.rows, 0 if self.prompts else span.request.prompt_len)
 
     def seen(self, at: Tensor, rows: Tensor) -> Tensor:
         """Whether the position `at` sees that of `rows`, which is not behind it; bool, broadcast."""

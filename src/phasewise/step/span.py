@@ -76,6 +76,11 @@ class Span:
         return self.phase.walk if self.layers is None else tuple(range(*self.layers))
 
     @property
+    def single(self) -> bool:
+        """True for one row that sees all before it and runs its whole depth in this step."""
+        return self.rows == 1 and self.sees is None and self.layers is None and not self.first
+
+    @property
     def slice(self) -> slice:
         return slice(self.start, self.start + self.rows)
 

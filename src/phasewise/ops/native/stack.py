@@ -133,8 +133,7 @@ class StackSpan(NamedTuple):
     @property
     def reads(self) -> int:
         """The number of slots that some of its rows see."""
-        start = self.n - self.rows + 1 - self.window  # of the first row's window
-        return self.n - max(0, start - self.sinks) if self.window else self.n
+        return seen_slots(self.n, self.rows, self.window, self.sinks) if self.window else self.n
 
     def fill(self, to: StackSpanStruct, common: int) -> None:
         """Write this span, whose first `common` slots are read in common, to a structure that is all 0."""
@@ -154,6 +153,12 @@ class StackSpan(NamedTuple):
         if self.weighed is not None:
             to.tally = self.weighed.room.address
         to.unequal, to.bias = self.unequal, self.bias
+
+
+def seen_slots(n: int, rows: int, window: int, sinks: int) -> int:
+    """The number of slots that some of `rows` rows see, which end at slot `n`, through a window with sinks."""
+    start = n - rows + 1 - window  # of the first row's window
+    return n - max(0, start - sinks)
 
 
 class _Ready:
@@ -296,8 +301,8 @@ class Halves:
     others.
     """
 
-    __slots__ = ("_at", "_embedded", "_numbers", "_places", "_rows", "_shared", "_spans", "_stack", "_table", "_tuned",
-                 "_turns", "x")  # fmt: skip
+    __slots__ = ("_at", "_embedded", "_items", "_numbers", "_places", "_rows", "_shared", "_spans", "_stack", "_table",
+                 "_tuned", "_turns", "x")  # fmt: skip
 
     def __init__(
         self, stack: Stack, numbers: array[int], turns: Turns, spans: Sequence[StackSpan], rows: PassBuffers,
@@ -310,9 +315,10 @@ class Halves:
         pieces = [span.pieces or (span,) for span in spans]
         self._places = list(accumulate(map(len, pieces), initial=0))  # of each span, its first one of the table
         self._table = Structures.zeros(StackSpanStruct, self._places.pop())
+        self._items = list(self._table)
         for some, place, reach in zip(pieces, self._places, reaches(commons, len(spans))):
             for i, one in enumerate(some, place):
-                one.fill(self._table[i], reach)
+                one.fill(self._items[i], reach)
         self._shared = CommonTable([c._replace(members=tuple(self._places[m] for m in c.members)) for c in commons])
 
     @property
@@ -329,7 +335,15 @@ class Halves:
 
     def done(self, span: int) -> None:
         """Until the next stop."""
-        self._table[self._places[span]].done = 1
+        self._items[self._places[span]].done = 1
+
+    def again(self, numbers: array[int], turns: Turns, ends: Sequence[int]) -> None:
+        """Run a whole pass over the same spans, single rows of plain KV, for other tokens and places; each now ends at
+        another slot. Raises as `upto` does."""
+        self._numbers, self._turns, self._at = numbers, turns, 0
+        for span, n in zip(self._items, ends):
+            span.n = n
+        self.upto(2 * self._stack.count)
 
     def upto(self, half: int) -> None:
         """Run the halves before `half` that have not run. Raises IndexError for a token that has no embedding."""
@@ -350,7 +364,7 @@ class Halves:
             raise IndexError(f"tokens {wrong} are not all among the {self._stack.vocab} of the model")
         self._at = half
         if qkv is not None:
-            for span in self._table:
+            for span in self._items:
                 span.done = 0
 
 
