@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import shutil
@@ -30,9 +29,9 @@ QUICK = {  # files of which nothing is thorough: laws, a real client over HTTP, 
 
 @cache
 def of(file: str) -> set[str]:
-    tree = ast.parse((tiers.HERE / file).read_text(encoding="utf-8"))
-    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    return {name for name in functions if name.startswith("test_")}
+    """The names of its tests."""
+    text = (tiers.HERE / file).read_text(encoding="utf-8")
+    return set(re.findall(r"^(?:async )?def (test_\w+)", text, re.MULTILINE))
 
 
 # ---- the list
@@ -133,10 +132,9 @@ def test_every_thorough_file_has_its_turn_and_named_ones_do_not_wait(tree: Path)
     days = ["2026-11-28", "2026-11-29"]
     lots = [ran(tree, "--tier", "rest", "--turns", "2", "--draws", day)[0] for day in days]
     assert lots[0] | lots[1] == REST and not lots[0] & lots[1] and all(lots)
-    for day in days:  # whatever is named runs
-        words = ("--tier", "rest", "--turns", "2", "--draws", day)
-        passed, _, _ = ran(tree, *words, "tests/laws", "tests/sample", "tests/place")
-        assert passed == REST
+    assert lots[0] and lots[1]
+    words = ("--tier", "rest", "--turns", "2", "--draws", days[0])
+    assert ran(tree, *words, "tests/laws", "tests/sample", "tests/place")[0] == REST, "whatever is named runs"
     files = {f"kv/test_{i}.py" for i in range(9)} | set(tiers.LONGEST[:6])
     for turns in (1, 2, 3):
         waiting = [tiers.later(files, turns, day, []) for day in range(turns)]

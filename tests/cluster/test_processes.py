@@ -36,8 +36,8 @@ from tests.cluster.processes import (
 )
 from tests.seeds import draw
 
-PROMPTS = tiny.prompts(700, 40, 400, 5, 600, 200)
-MIXED = [Params(80, temperature=t, seed=i, ignore_eos=True) for i, t in enumerate((0.0, 1.0, 0.7, 0.0, 1.3, 0.0))]
+PROMPTS = tiny.prompts(400, 40, 250, 5, 350, 120)
+MIXED = [Params(50, temperature=t, seed=i, ignore_eos=True) for i, t in enumerate((0.0, 1.0, 0.7, 0.0, 1.3, 0.0))]
 CHUNKS, LAYERS = "sarathi:budget=16", "layered"
 QUICK = CHUNKS, "push"
 DRAWN = draw(__name__).choice([(CHUNKS, "pull"), (LAYERS, "pull"), (LAYERS, "push")])  # another one every day
@@ -178,7 +178,7 @@ def test_killed_at_work(placed: Router, moment: str, role: str) -> None:
 def test_killed_again_and_again(placed: Router) -> None:
     before, orders = placed.counters, start(placed, PROMPTS, MIXED)
     for i in range(4):
-        until(placed, lambda goal=70 * i: placed.supervisor.ready and spoken(orders) > goal)
+        until(placed, lambda goal=45 * i: placed.supervisor.ready and spoken(orders) > goal)
         oldest = processes(placed)[0]  # prefill and decode by turns
         if i == 1:  # at least this one has tokens that somebody must compute again
             catch_decoding(placed, oldest)
@@ -279,7 +279,7 @@ def test_splitwise_may_lose_either_side() -> None:
     placed = started("splitwise:prompt=1,token=1,deadline=120", {"schedule": CHUNKS}, prefix_cache=False)
     try:
         before, orders = placed.counters, start(placed, PROMPTS, MIXED)
-        for lost, (role, goal) in enumerate((("prompt", 0), ("token", 100), ("prompt", 200)), 1):
+        for lost, (role, goal) in enumerate((("prompt", 0), ("token", 60), ("prompt", 120)), 1):
             until(placed, lambda goal=goal: placed.supervisor.ready and spoken(orders) > goal)
             kill(pid(handle(placed, role)))
             until(placed, lambda lost=lost: (placed.counters - before).workers_lost == lost)  # or the dead are killed

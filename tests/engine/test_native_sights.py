@@ -20,7 +20,7 @@ from tests.kv.harness import sliding
 from tests.watched import passes
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no native kernels, so no native step")
-PROMPT, TOKENS = 330, 120
+PROMPT, TOKENS = 330, 80
 SOME = ["rlkv:share=0.6,sinks=3,window=25,weights=random:1", "rlkv:share=1.0,sinks=0,window=40,weights=random:1",
         "longgen:sinks=3,window=25,weights=none", "longgen:sinks=0,window=70,full=none,weights=none"]  # fmt: skip
 
@@ -140,7 +140,7 @@ def test_draft_trees_over_sinks(evict: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_beyond_the_tables_of_rotations(monkeypatch: pytest.MonkeyPatch) -> None:
     """A text of more than one and a half contexts, whose last rows have turns of their own."""
-    model, prompt, evict = loaded(), 1500, "streaming:sinks=4,window=28"
+    model, prompt, evict = loaded(), 1100, "streaming:sinks=4,window=28"
     made = passes(monkeypatch)
     whole, _ = written(model, {"evict": evict}, prompt)
     assert model.config.max_positions < prompt and all(each.whole for each in made)

@@ -69,9 +69,9 @@ def test_the_printed_request_and_a_second_signal_that_cancels_at_once() -> None:
 
 
 def test_sigterm_lets_short_requests_finish_and_cancels_long_ones() -> None:
-    with Server(faults={"pause": 0.005, "patience": 1.5}) as server:
+    with Server(faults={"pause": 0.005, "patience": 1.0}) as server:
         client = server.client()
-        short = client.completions.create(**LONG, max_tokens=60, stream=True)
+        short = client.completions.create(**LONG, max_tokens=40, stream=True)
         long = client.completions.create(**LONG, max_tokens=2000, stream=True)
         next(iter(short)), next(iter(long))
         half = socket.create_connection(("127.0.0.1", server.port))
@@ -89,9 +89,9 @@ def test_sigterm_lets_short_requests_finish_and_cancels_long_ones() -> None:
 
 
 def test_a_request_that_cannot_be_computed_fails_alone() -> None:
-    with Server(faults={"poison": 100, "pause": 0.002, "break_at": 300}) as server:
+    with Server(faults={"poison": 100, "pause": 0.002, "break_at": 200}) as server:
         client = server.client()
-        good = client.completions.create(**LONG, max_tokens=100, stream=True, temperature=0)
+        good = client.completions.create(**LONG, max_tokens=60, stream=True, temperature=0)
         first = next(iter(good)).choices[0].text
         with pytest.raises(openai.InternalServerError, match="poison"):
             client.completions.create(model="tiny", prompt=[5, 100, 6], max_tokens=3)
@@ -99,14 +99,14 @@ def test_a_request_that_cannot_be_computed_fails_alone() -> None:
             list(client.completions.create(model="tiny", prompt=[5, 100], max_tokens=3, stream=True, n=2))
         assert server.health().status_code == 200
         text = first + "".join(chunk.choices[0].text for chunk in good)
-        body: dict[str, Any] = {**LONG, "max_tokens": 100, "temperature": 0}
+        body: dict[str, Any] = {**LONG, "max_tokens": 60, "temperature": 0}
         assert client.completions.create(**body).choices[0].text == text
         server.settled()
         engine_breaks(server, client)
 
 
 def engine_breaks(server: Server, client: openai.OpenAI) -> None:
-    """At its 300th step: those under way fail, the server says so, takes nothing new, and still ends well."""
+    """At its 200th step: those under way fail, the server says so, takes nothing new, and still ends well."""
     stream = client.completions.create(**LONG, max_tokens=1500, stream=True, temperature=0)  # draws might be poison
     with pytest.raises(openai.APIError, match="broken on purpose"):
         list(stream)

@@ -203,7 +203,7 @@ def test_more_kv_than_the_budget(narrow: Server) -> None:
 
 def test_a_full_queue(narrow: Server) -> None:
     narrow.settled()
-    body = {"model": "tiny", "prompt": "the", "max_tokens": 80, "stream": True, "extra_body": {"ignore_eos": True}}
+    body = {"model": "tiny", "prompt": "the", "max_tokens": 50, "stream": True, "extra_body": {"ignore_eos": True}}
     client = narrow.client()
     streams = [client.completions.create(**body) for _ in range(3)]
     refused = narrow.post(COMPLETE, {"prompt": "the"})

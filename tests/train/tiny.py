@@ -45,7 +45,7 @@ def texts() -> tuple[str, ...]:
 def tokenizer() -> Tokenizer:
     rng = Random(0)
     samples = ["\n".join(turn.prompt for turn in turns(task, rng, 100, False)) for task in TASKS for _ in range(6)]
-    return train_tokenizer([*texts(), *samples], SHAPE.vocab_size)
+    return train_tokenizer([*texts(), *samples], SHAPE.vocab_size, repeats=50)
 
 
 def mixture(seed: int = 0) -> Mixture:

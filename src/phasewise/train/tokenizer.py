@@ -25,8 +25,9 @@ CHAT_TEMPLATE = (
 )
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> Tokenizer:
-    """Learn a byte-level BPE of `vocab_size` entries; the task words are repeated so that each becomes one token."""
+def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096, repeats: int = 2000) -> Tokenizer:
+    """Learn a byte-level BPE of `vocab_size` entries. The task words stand 2 * `repeats` times among the texts, so that
+    each becomes one token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -38,17 +39,17 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_with_task_words(texts), trainer)
+    tokenizer.train_from_iterator(_with_task_words(texts, repeats), trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BEGIN} $A", special_tokens=[(BEGIN, tokenizer.token_to_id(BEGIN))]
     )
     return tokenizer
 
 
-def _with_task_words(texts: Iterable[str]) -> Iterable[str]:
+def _with_task_words(texts: Iterable[str], repeats: int) -> Iterable[str]:
     yield from texts
     words = [*WORDS, *NAMES, *CITIES, *COLORS, *(word.upper() for word in SHOUTED)]
-    yield from ["".join(f" {word}\n{word}\n" for word in words)] * 2000
+    yield from ["".join(f" {word}\n{word}\n" for word in words)] * repeats
 
 
 def special_id(tokenizer: Tokenizer, token: str) -> int:

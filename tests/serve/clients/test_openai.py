@@ -21,6 +21,7 @@ pytest.importorskip("llguidance")
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 WEATHER: Any = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 USER: Any = [{"role": "user", "content": "the quick brown fox"}]
+FOX = '{"name": "fox", "tame": false, "kin": ["a", "b"]}'  # short, where random weights would write on
 
 
 class Animal(BaseModel):
@@ -66,7 +67,7 @@ def test_the_streaming_helper_tells_calls(hermes: Server) -> None:
 
 
 def test_answers_are_parsed_whole_and_streamed(hermes: Server) -> None:
-    body: dict[str, Any] = {"model": "tiny", "messages": USER, "max_tokens": 400, "temperature": 0.8, "seed": 3}
+    body: dict[str, Any] = {"model": "tiny", "messages": said(FOX), "max_tokens": 400, "temperature": 0.8, "seed": 3}
     whole = hermes.client().chat.completions.parse(**body, response_format=Animal).choices[0]
     with hermes.client().chat.completions.stream(**body, response_format=Animal) as stream:
         part = stream.get_final_completion().choices[0]
@@ -86,7 +87,7 @@ def test_calls_are_parsed_into_their_models(hermes: Server) -> None:
 
 
 def test_responses_are_parsed_whole_and_streamed(hermes: Server) -> None:
-    body: dict[str, Any] = {"model": "tiny", "input": "the quick brown fox", "max_output_tokens": 600}
+    body: dict[str, Any] = {"model": "tiny", "input": play(FOX), "max_output_tokens": 600}
     body |= {"temperature": 0}
     whole = hermes.client().responses.parse(**body, text_format=Animal)
     with hermes.client().responses.stream(**body, text_format=Animal) as stream:
@@ -139,9 +140,11 @@ def test_the_asynchronous_client_does_the_same(hermes: Server) -> None:
                 call: Any = message.tool_calls[0]
                 assert (message.content, call.function.name) == ("So:", "weather")
             body: dict[str, Any] = {"model": "tiny", "temperature": 0}
-            parsed = await client.chat.completions.parse(messages=USER, response_format=Animal, max_tokens=600, **body)
+            parsed = await client.chat.completions.parse(
+                messages=said(FOX), response_format=Animal, max_tokens=600, **body
+            )
             assert isinstance(parsed.choices[0].message.parsed, Animal)
-            body |= {"input": "the fox", "max_output_tokens": 600}
+            body |= {"input": play(FOX), "max_output_tokens": 600}
             answer = await client.responses.parse(text_format=Animal, **body)
             async with client.responses.stream(text_format=Animal, **body) as events:
                 last = await events.get_final_response()
