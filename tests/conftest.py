@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import sys
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,16 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def commands_are_built_once() -> Iterator[None]:
+    """Typer builds its tree of commands anew for every call of `main`, which takes longer than most tests of it do."""
+    typer = sys.modules.get("typer.main")
+    with pytest.MonkeyPatch.context() as patch:
+        if typer is not None:
+            patch.setattr(typer, "get_command", cache(typer.get_command))
+        yield
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

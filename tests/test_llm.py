@@ -100,7 +100,7 @@ def test_keywords_override_params(llm: LLM) -> None:
 
 
 @given(st.fixed_dictionaries({}, optional=FIELDS), st.fixed_dictionaries({}, optional=FIELDS))
-@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_request_has_the_keywords_and_else_the_params(llm: LLM, below: dict[str, Any], own: dict[str, Any]) -> None:
     seen: list[Params] = []
     with pytest.MonkeyPatch.context() as patched:

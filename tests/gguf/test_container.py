@@ -255,7 +255,7 @@ def test_lookups_that_fail(call: Any, words: str) -> None:
     assert words in str(raised.value)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.text(min_size=1, max_size=8), st.sampled_from(sorted(NUMBERS))), unique_by=lambda e: e[0]))
 def test_any_metadata(tmp_path_factory: pytest.TempPathFactory, entries: list[tuple[str, str]]) -> None:
     raw = File([entry(key, *NUMBERS[name]) for key, name in entries])

@@ -92,7 +92,7 @@ def test_without_a_home_there_is_a_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(where=st.integers(0, 1999), mask=st.integers(1, 255), cut=st.integers(0, 1999))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_no_damaged_file_is_found(where: int, mask: int, cut: int) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", folder)

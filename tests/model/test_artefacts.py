@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -232,6 +233,11 @@ def test_whatever_ships_is_refused_by_another_model(path: Path, another: Model) 
     built(pocket).close()
 
 
+@cache
+def fetched(name: str) -> Model:
+    return load_model(name)
+
+
 @pytest.mark.parametrize("path", FETCHED, ids=lambda path: path.stem)
 def test_what_ships_for_a_known_model_is_found_by_it(path: Path) -> None:
     name, (verb, method, knobs) = path.parent.parent.name, setting_of(path)
@@ -240,7 +246,7 @@ def test_what_ships_for_a_known_model_is_found_by_it(path: Path) -> None:
     assert not made.weights or made.weights == "auto", "it would not be looked for"
     if not shelf.found(KNOWN[name]):
         pytest.skip(f"{name} has not been fetched")
-    model = load_model(name)
+    model = fetched(name)
     wanted = made.artefact(model.config)
     assert wanted.file == path.name and same(load(model, wanted, "auto"), load_file(path))
     Builder(model, parse({verb: text}), Limits(prefix_cache=False), load=load_model).build().close()

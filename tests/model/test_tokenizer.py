@@ -76,7 +76,7 @@ def byte_ids(tokenizer: Tokenizer) -> list[int]:
     return [i for i in found if i is not None]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(NAMES, st.data(), st.integers(1, 4), st.booleans())
 def test_random_ids(name: str, data: st.DataObject, size: int, skip_special: bool) -> None:
     tokenizer = MAKERS[name]
@@ -86,7 +86,7 @@ def test_random_ids(name: str, data: st.DataObject, size: int, skip_special: boo
     assert "".join(pieces(tokenizer, ids, size, skip_special)) == tokenizer.decode(ids, skip_special)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(NAMES, st.text(max_size=40) | st.text("the ab é你🎉\u200d ", max_size=40), st.integers(1, 3))
 def test_random_text(name: str, text: str, size: int) -> None:
     tokenizer = MAKERS[name]
@@ -97,7 +97,7 @@ def test_random_text(name: str, text: str, size: int) -> None:
         assert not any("\ufffd" in piece for piece in found), "half a character was shown"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.text(max_size=60))
 def test_byte_level_round_trip(text: str) -> None:
     tokenizer = MAKERS["byte level"]

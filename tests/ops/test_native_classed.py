@@ -195,7 +195,7 @@ def test_windows(window: int) -> None:
     check(out, lse, kept, window=window)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     seed=st.integers(0, 10**6), n=st.integers(1, 1400), bits=st.sampled_from([(8, 2), (4, 2), (8, 4), (2, 2), (8, 8)]),
     rows=st.integers(1, 200), upper=st.floats(0, 1), together=st.integers(1, 40), heads=st.integers(1, 3),

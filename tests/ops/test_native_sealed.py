@@ -227,7 +227,7 @@ def bounds(kept: Kept, softcap: float = 0.0, window: int | None = None) -> Truth
 CASES = [(shape, Form(*form)) for shape in SHAPES for form in FORMS if Form(*form).fits(shape[2])]
 
 
-@pytest.mark.parametrize(("draw", "sets"), drawn(6, 4))
+@pytest.mark.parametrize(("draw", "sets"), drawn(4, 4))
 @NATIVE
 def test_near_exact_sums(draw: int, sets: list[str]) -> None:
     """Single rows, several, trees; nothing packed, less than a block to more than a part; beside one another. Of forms
@@ -269,7 +269,7 @@ def test_windows(window: int, form: Any) -> None:
     check(out, lse, kept, window=window)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     seed=st.integers(0, 10**6), n=st.integers(1, 1400), bits=st.sampled_from([2, 4]),
     group=st.sampled_from([4, 8, 12, 16, 32, 64]),

@@ -92,7 +92,7 @@ def what_stays(draw: st.DrawFn, length: int, layers: int, heads: int) -> Kept:
             for _ in range(layers)]  # fmt: skip
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(st.data())
 @pytest.mark.parametrize("codec", CODECS)
 def test_as_near_to_float32_as_the_open_path(codec: str, models: tuple[Model, Model], data: st.DataObject) -> None:

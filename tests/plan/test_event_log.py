@@ -136,8 +136,10 @@ PLACES = ["disaggregated:prefill=2,decode=2", "disaggregated:prefill=2,decode=2,
           "splitwise:prompt=2,token=2,mixed=1,threshold=90", "semi_pd:window=1e9"]  # fmt: skip
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("max_running", [64, 4])
+@pytest.mark.parametrize(("place", "max_running"), [
+    *((place, 4) for place in PLACES), (PLACES[1], 64),
+    *(pytest.param(place, 64, marks=pytest.mark.thorough) for place in PLACES if place != PLACES[1]),
+])  # fmt: skip
 def test_the_same_log(place: str, max_running: int) -> None:
     """Who is told of which request when, what is handed over, and whom the router starts again when two workers die;
     with few places at each worker, requests also wait for one another."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -43,6 +44,15 @@ def question(slo: SLO, cost: Any = COST, **more: Any) -> Question:
                     ServerSetting(kv_bytes=1 << 30), precision=0.05, **more)  # fmt: skip
 
 
+TARGETS = question(SLO(0.3, 0.05))
+
+
+@cache
+def found() -> Tried:
+    """What suits TARGETS best."""
+    return search(SMALL, TARGETS)[0]
+
+
 def test_pool_sizes_are_all_there() -> None:
     found = places(3)
     assert found == ["colocated", "disaggregated:prefill=1,decode=1", "disaggregated:prefill=1,decode=2",
@@ -78,8 +88,7 @@ def test_pruning_changes_no_winner() -> None:
 
 
 def test_the_rate_is_one_that_holds_and_the_next_does_not() -> None:
-    asked = question(SLO(0.3, 0.05))
-    best = search(SMALL, asked)[0]
+    asked, best = TARGETS, found()
     assert asked.at(best.choice, best.rate).share(asked.slo) >= SHARE
     assert asked.at(best.choice, best.rate * 1.2).share(asked.slo) < SHARE
 
@@ -94,13 +103,12 @@ def test_impossible_targets_name_the_nearest() -> None:
 
 
 def test_sensitivity_says_when_the_choice_would_be_another() -> None:
-    asked = question(SLO(0.3, 0.05))
-    first = search(SMALL, asked)[0]
+    asked, first = TARGETS, found()
     slower = replace(asked, source=question(asked.slo, Linear(0.02, 0.001, 0.001)).source)
     other = Tried(Choice("colocated", "sarathi:budget=256"), 1, 1.0, 1e-9)
-    found = sensitivity(first, other, [Assumption("as it is", asked), Assumption("steps take twice as long", slower)])
-    assert found[0][:2] == ("as it is", pytest.approx(1.0))
-    assert found[1][1] < 0.7
+    told = sensitivity(first, other, [Assumption("as it is", asked), Assumption("steps take twice as long", slower)])
+    assert told[0][:2] == ("as it is", pytest.approx(1.0))
+    assert told[1][1] < 0.7
     assert sensitivity(first, None, [Assumption("as it is", asked)])[0][2] is False
 
 

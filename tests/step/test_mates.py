@@ -44,6 +44,7 @@ KINDS: list[dict[str, str]] = [
     {"attend": "zero_tuning:gamma=20,weights=none", "evict": "h2o:heavy=20,recent=10"},
     {"attend": "quest:page=4,budget=20,dense_layers=1", "evict": "snapkv:keep=0.8,window=5"},
 ]  # fmt: skip
+STEPS = 16
 TREE, PATH = [-1, 0, 0, 1, 2], [0, 2, 4]
 
 
@@ -116,12 +117,13 @@ def run(kinds: Sequence[int], codec: Codec, steps: int) -> dict[int, list[Tensor
 @pytest.mark.parametrize(("codec", "threads"), [(Raw, 3), (lambda: Int8().codec(), 1)], ids=["raw", "int8"])
 def test_no_row_changes_by_a_bit(codec: Callable[[], Codec], threads: int) -> None:
     kinds, before = range(len(KINDS)), torch.get_num_threads()
+    alone_too = kinds if codec is Raw else seeds.some(kinds, 10, "alone over int8")
     try:
         torch.set_num_threads(threads)
-        together = run(kinds, codec(), steps=24)
+        together = run(kinds, codec(), steps=STEPS)
     finally:
         torch.set_num_threads(before)
-    for kind in kinds:
-        alone = run([kind], codec(), steps=24)[kind]
+    for kind in alone_too:
+        alone = run([kind], codec(), steps=STEPS)[kind]
         same = [torch.equal(a, b) for a, b in zip(alone, together[kind], strict=True)]
         assert all(same), f"{KINDS[kind]} in step {same.index(False)} of its own"

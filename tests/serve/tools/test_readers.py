@@ -75,7 +75,7 @@ def items(deltas: list[OutputDelta]) -> list[tuple[str, ...]]:
 
 @pytest.mark.parametrize("name", sorted(whole.READERS))
 @given(start=STARTS, soup=SOUP)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_the_whole_text_tells_the_same(name: str, start: str, soup: str) -> None:
     text = start + soup
     assert items(read(manner(name), text)) == whole.tidy(whole.READERS[name](text, set(TOOLS)))
@@ -83,7 +83,7 @@ def test_the_whole_text_tells_the_same(name: str, start: str, soup: str) -> None
 
 @pytest.mark.parametrize("name", [*NAMES, "none"])
 @given(start=STARTS, soup=SOUP, cuts=st.lists(st.integers(0, 80)), opened=st.booleans(), split=st.booleans())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_cuts_do_not_matter(name: str, start: str, soup: str, cuts: list[int], opened: bool, split: bool) -> None:
     text = start + soup
     how = manner(name, tags=TAGS["think"] if split else None, opened=opened)
@@ -103,7 +103,7 @@ def test_what_is_no_call_is_content_to_the_letter(name: str, start: str, soup: s
 
 @pytest.mark.parametrize("name", NAMES)
 @given(parts=st.lists(st.sampled_from(PIECES), max_size=12), start=STARTS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_no_word_is_lost(name: str, parts: list[str], start: str) -> None:
     """Words that stand outside of objects of calls are said, whatever goes wrong around them."""
     words = [f"w{i}w" for i in range(len(parts))]
