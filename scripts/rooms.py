@@ -21,12 +21,13 @@ SOURCE = ROOT / "src" / "phasewise"
 PAGE = ROOT / "docs" / "architecture.md"
 # from the ground up: a room imports from rooms named before it
 ROOMS = (
-    "errors", "known", "catalog", "ops", "gguf", "model", "request", "kv", "step", "verbs", "speculation", "engine",
-    "cluster", "methods", "doors", "train", "bench", "report", "reproduce", "plan", "serve", "cli",
+    "errors", "child", "known", "catalog", "ops", "gguf", "model", "request", "kv", "step", "verbs", "speculation",
+    "engine", "cluster", "methods", "doors", "train", "bench", "report", "reproduce", "plan", "serve", "cli",
 )  # fmt: skip
 ALONE = {
     "errors": "errors",
     "version": "errors",
+    "child": "child",
     "catalog": "catalog",
     "spelling": "catalog",
     "__main__": "cli",
@@ -189,12 +190,17 @@ def _other_way(a: str, b: str, arrows: set[tuple[str, str]]) -> bool:
 
 
 def _label(name: str) -> str:
-    known = {"doors": "`*.py`", "errors": "`errors.py`, `version.py`", "catalog": "`catalog.py`, `spelling.py`"}
+    known = {
+        "doors": "`*.py`",
+        "errors": "`errors.py`, `version.py`",
+        "catalog": "`catalog.py`, `spelling.py`",
+        "child": "`child.py`",
+    }
     return known.get(name, f"`{name}/`")
 
 
 def _about(source: Path, name: str) -> str:
-    alone = {"doors": "__init__", "errors": "errors", "catalog": "catalog"}
+    alone = {"doors": "__init__", "errors": "errors", "child": "child", "catalog": "catalog"}
     path = source / f"{alone[name]}.py" if name in alone else source / name / "__init__.py"
     words = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) if path.exists() else ""
     return " ".join((words or "").split("\n\n")[0].split())

@@ -55,7 +55,7 @@ ENVIRONMENT = {
     "src/phasewise/ops/native/__init__.py": "PHASEWISE_KERNELS: which kernels a process loads, before any constructor",
     "src/phasewise/known/shelf.py": "XDG_CACHE_HOME: where caches lie, for this program as for others",
     "src/phasewise/known/wheels.py": "hands the environment on to pip",
-    "src/phasewise/cluster/process.py": "hands the environment on to a worker's process",
+    "src/phasewise/child.py": "hands the environment on to a child process",
     "src/phasewise/cluster/ray_backend.py": "Ray's own variables, which Ray's users know",
     "scripts/checkout_pairs.py": "PYTHONPATH: which checkout each of its processes imports",
     "scripts/golden.py": "PHASEWISE_KERNELS: which kernels each of its processes takes",

@@ -69,7 +69,7 @@ THOROUGH: dict[str, tuple[str, ...]] = {
         "serve/test_cluster.py", "serve/test_sleep.py",
     ),
     "servers that a test starts for itself: keys, logs, files read again, bad and many clients": (
-        "model/test_apart.py::test_a_hostile_one_ends_with_a_reason",
+        "model/test_client_template.py::test_a_hostile_one_ends_with_a_reason",
         "serve/playground/test_files.py::test_the_address_is_printed",
         "serve/playground/test_files.py::test_with_keys_the_page_is_open_and_nothing_else",
         "serve/playground/test_files.py::test_without_a_playground_there_is_none", "serve/test_after.py",

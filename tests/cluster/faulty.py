@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
-from phasewise.cluster.launcher import Connection, Launcher, Message, WorkerSpec
+from phasewise.child import Message
+from phasewise.cluster.launcher import Connection, Launcher, WorkerSpec
 from phasewise.cluster.transfer_buffer import TransferBuffer
 
 TOLD = ("take", "release", "renew")  # to workers

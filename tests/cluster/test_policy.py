@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from phasewise.child import Message
 from phasewise.cluster.handle import BLOCK, REMEMBERED, WorkerHandle
 from phasewise.cluster.in_flight import HandoffTransfer
-from phasewise.cluster.launcher import Message, WorkerSpec
+from phasewise.cluster.launcher import WorkerSpec
 from phasewise.cluster.policy import TwoPools, least_decoding, least_pending, threads_each
 from phasewise.kv.handoff import State
 from tests import tiny

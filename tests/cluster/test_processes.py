@@ -221,7 +221,7 @@ def test_workers_that_pause_are_waited_for(placed: Router) -> None:
 # ---- the fork server
 def test_workers_outlive_their_fork_server_and_one_that_does_not_answer_is_replaced(placed: Router) -> None:
     before, first = placed.counters, fork_server(placed)
-    kill(first._process.pid)
+    kill(first.pid)
     orders = start(placed, PROMPTS, MIXED)
     until(placed, lambda: decoding(placed))
     assert (placed.counters - before).workers_lost == 0
@@ -234,14 +234,14 @@ def test_workers_outlive_their_fork_server_and_one_that_does_not_answer_is_repla
     assert second is not first and second.alive
     orders = start(placed, PROMPTS, MIXED)
     until(placed, lambda: decoding(placed))
-    stop(second._process.pid)
+    stop(second.pid)
     kill(pid(handle(placed, "decode")))
     placed.timeouts = Timeouts(handoff=CALM.handoff, silence=CALM.silence, start=2.0)
     try:
         until(placed, lambda: fork_server(placed) is not second)
     finally:
         placed.timeouts = CALM
-    assert gone(second._process.pid)
+    assert gone(second.pid)
     done = finish(placed, orders, before)
     assert outs(orders) == wanted()
     assert done.workers_lost == 2  # it, and one that was never born

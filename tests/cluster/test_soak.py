@@ -76,7 +76,7 @@ class Havoc:
         if not handles or ("fork server" in fault and not self.placed.supervisor.ready):
             return ""  # where three workers die unborn it is over, and rightly so
         if "fork server" in fault:
-            (kill if fault.startswith("kill") else stop)(fork_server(self.placed)._process.pid)
+            (kill if fault.startswith("kill") else stop)(fork_server(self.placed).pid)
         victim = self.draw.choice(handles)
         self.hit.add(pid(victim))
         (stop if fault == "stop a worker" else kill)(pid(victim))

@@ -6,18 +6,19 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cache
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
+from phasewise.child import Channel
 from phasewise.methods.draft import _seat
 from phasewise.methods.draft._desk import Desk, Order
 from phasewise.methods.draft._seat import LIVES, Furniture, Inline, Process, Seat, serve
@@ -104,18 +105,28 @@ def test_forgotten_texts_leave_nothing() -> None:
 
 # ---- seats
 class _Thread:
-    """Stands for a process: serves until the pipe ends."""
+    """Stands for a child: serves until its channel ends."""
 
     pid = 0
 
-    def __init__(self, connection: Connection, desk: Desk) -> None:
-        self.thread = threading.Thread(target=serve, args=(connection, desk), daemon=True)
+    def __init__(self, desk: Desk) -> None:
+        ours, theirs = socket.socketpair()
+        self.channel, self.sock = Channel(ours), ours
+        self.thread = threading.Thread(target=self.serve, args=(Channel(theirs), desk), daemon=True)
         self.thread.start()
 
-    def kill(self) -> None:
-        pass
+    @staticmethod
+    def serve(channel: Channel, desk: Desk) -> None:
+        serve(channel, desk)
+        channel.close()
 
-    def wait(self) -> None:
+    def hang_up(self) -> None:
+        self.sock.shutdown(socket.SHUT_RDWR)
+
+    def kill(self) -> None:
+        with suppress(OSError):
+            self.hang_up()
+        self.channel.close()
         self.thread.join()
 
 
@@ -127,14 +138,13 @@ class Threaded(Process):
         self.model, self.started = model, 0
 
     def _start(self) -> Any:
-        ours, theirs = Pipe()
         self.started += 1
         self.desk = Desk(tiny.load(self.model), "standard")
-        return _seat._Child(_Thread(theirs, self.desk), ours)  # type: ignore[arg-type]
+        return _Thread(self.desk)
 
     def kill(self) -> None:
         for child in self._children:
-            child.connection.close()
+            child.hang_up()
 
 
 def placed(seat: Seat, **knobs: Any) -> Placed:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import Protocol
 
-from phasewise.cluster.launcher import Message
+from phasewise.child import Message
 from phasewise.cluster.transfer_buffer import Parcel
 
 LATE = 5.0  # seconds that a command may take longer than one told after it

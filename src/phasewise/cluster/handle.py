@@ -6,7 +6,8 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from phasewise.cluster.launcher import Connection, Message, WorkerSpec
+from phasewise.child import Message
+from phasewise.cluster.launcher import Connection, WorkerSpec
 from phasewise.kv.prefix import chain
 
 REMEMBERED = 4096  # blocks of prompts that a worker is taken to have cached

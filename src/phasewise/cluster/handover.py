@@ -11,9 +11,9 @@ import math
 from bisect import insort
 from typing import TYPE_CHECKING
 
+from phasewise.child import Message
 from phasewise.cluster.handle import WorkerHandle
 from phasewise.cluster.in_flight import HandoffTransfer, InFlight
-from phasewise.cluster.launcher import Message
 from phasewise.cluster.load import has_room, may_keep
 from phasewise.cluster.policy import Pairing
 from phasewise.cluster.worker import LEASE

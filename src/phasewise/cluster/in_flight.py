@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from phasewise.child import Message
 from phasewise.cluster.handle import WorkerHandle
-from phasewise.cluster.launcher import Message
 from phasewise.cluster.transfer_buffer import Parcel
 from phasewise.kv.handoff import State, advance
 from phasewise.request.request import Request

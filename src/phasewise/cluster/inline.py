@@ -14,7 +14,8 @@ from phasewise.cluster.transfer_buffer import InlineBuffer, TransferBuffer
 from phasewise.cluster.worker import Worker
 
 if TYPE_CHECKING:
-    from phasewise.cluster.launcher import Connection, Message, WorkerSpec
+    from phasewise.child import Message
+    from phasewise.cluster.launcher import Connection, WorkerSpec
     from phasewise.verbs.place import PlacementPlan
 
 

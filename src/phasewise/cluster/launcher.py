@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from phasewise.child import Message
 from phasewise.cluster.transfer_buffer import TransferBuffer
-
-Message = dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ because the fork server is a fresh interpreter with a single thread, in which no
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import pkgutil
@@ -19,21 +18,20 @@ import secrets
 import select
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import asdict
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
+from phasewise.child import Channel, Child, Message, name_process
 from phasewise.cluster.engine_spec import Build, EngineSpec
-from phasewise.cluster.launcher import Connection, Message, WorkerSpec
+from phasewise.cluster.launcher import Connection, WorkerSpec
 from phasewise.cluster.ownership import OwnershipBuffer
 from phasewise.cluster.shared_pool import SharedPool
-from phasewise.cluster.sockets import SocketConnection, WorkerSocket
+from phasewise.cluster.sockets import SocketConnection, commands, introduce
 from phasewise.cluster.transfer_buffer import SharedMemoryBuffer, TransferBuffer, folder, sweep
 from phasewise.cluster.worker import Worker
 from phasewise.errors import UserError
@@ -53,53 +51,41 @@ class ForkServer:
     """A process that has loaded the model, or is about to, and forks workers."""
 
     def __init__(self, spec: EngineSpec, build: Build, run: str) -> None:
-        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._connection.setblocking(False)
+        maker = f"{build.__module__}:{build.__qualname__}"
+        arguments = {"plain": spec.plain(), "build": maker, "run": run}
+        self._child = Child("phasewise.cluster.process:fork_server", arguments, environment=QUIET, patience=0.0)
         self._loaded = False
-        with theirs:
-            arguments = [
-                json.dumps(spec.plain()),
-                f"{build.__module__}:{build.__qualname__}",
-                run,
-                str(theirs.fileno()),
-            ]
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "phasewise.cluster.process", *arguments],
-                pass_fds=[theirs.fileno()], env=os.environ | QUIET, start_new_session=True,
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-            )  # fmt: skip
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
 
     @property
     def alive(self) -> bool:
-        return self._process.poll() is None
+        return self._child.alive
 
     @property
     def busy(self) -> bool:
         """It is loading the model."""
         if not self._loaded:
-            with contextlib.suppress(OSError):
-                self._loaded = bool(self._connection.recv(16))
+            with contextlib.suppress(OSError, EOFError):
+                self._loaded = bool(self._child.channel.receive(0.0))
         return not self._loaded and self.alive
 
     def fork(self, name: str, spec: WorkerSpec, sock: socket.socket) -> None:
         """Order a worker at the other end of `sock`. Raises OSError if nobody takes the order."""
-        text = json.dumps({"name": name, "spec": asdict(spec)}).encode()
-        socket.send_fds(self._connection, [text], [sock.fileno()])
+        self._child.channel.send({"name": name, "spec": asdict(spec)}, [sock.fileno()])
 
     def hang_up(self) -> None:
         """It ends by itself."""
-        self._connection.close()
+        self._child.channel.close()
 
     def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._connection.close()
+        self._child.kill()
 
     def close(self, seconds: float) -> None:
         """See to it that the process is gone; after `seconds` with force."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(seconds)
-        self.kill()
+        self._child.close(seconds)
 
 
 class ProcessLauncher:
@@ -180,26 +166,24 @@ def sweep_dead() -> None:
 
 
 # ---- in the fork server
-def fork_server(plain: str, build: str, run: str, fileno: int) -> None:
+def fork_server(channel: Channel, plain: dict[str, Any], build: str, run: str) -> None:
     """Load the model, then fork a worker for every message; ends when the router hangs up."""
     import torch
 
+    logging.basicConfig(level=logging.WARNING, format="%(processName)s %(name)s: %(message)s")
     torch.set_num_threads(1)
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):  # the router says when to end; nobody waits for us
         signal.signal(ignored, signal.SIG_IGN)
-    connection = socket.socket(fileno=fileno)
-    plan: PlacementPlan = pkgutil.resolve_name(build)(EngineSpec.of(json.loads(plain)))
+    plan: PlacementPlan = pkgutil.resolve_name(build)(EngineSpec.of(plain))
     plan.engine(("prefill", "decode"), 1.0)  # loads what the methods load, for all to share
-    with contextlib.suppress(ConnectionError):
-        connection.send(b"loaded")
+    with contextlib.suppress(OSError, EOFError):
+        channel.send({"loaded": True})
         while True:
-            text, files, _, _ = socket.recv_fds(connection, 1 << 16, 1)
-            if not text:
-                break
+            order, file = channel.receive(), channel.files.popleft()
             if os.fork() == 0:
-                connection.close()
-                born(plan, json.loads(text), socket.socket(fileno=files[0]), run)
-            os.close(files[0])
+                channel.close()
+                born(plan, order, socket.socket(fileno=file), run)
+            os.close(file)
     sweep(run)  # the router may have died
 
 
@@ -207,8 +191,7 @@ def fork_server(plain: str, build: str, run: str, fileno: int) -> None:
 def born(plan: PlacementPlan, order: Message, sock: socket.socket, run: str) -> None:
     """Be a worker to the end. Does not return."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as title:
-        title.write(order["name"])  # what ps and top show
+    name_process(order["name"])
     code = 1
     try:
         work(plan, order["name"], WorkerSpec.of(order["spec"]), sock, run)
@@ -221,12 +204,12 @@ def born(plan: PlacementPlan, order: Message, sock: socket.socket, run: str) -> 
 
 def work(plan: PlacementPlan, name: str, spec: WorkerSpec, sock: socket.socket, run: str) -> None:
     """Obey and take turns until the router hangs up. Another thread says now and then that the process is alive."""
-    commands: SimpleQueue[Message | None] = SimpleQueue()
-    connection, segments = WorkerSocket(sock), SharedMemoryBuffer(run, name)
+    queue: SimpleQueue[Message | None] = SimpleQueue()
+    channel, segments = Channel(sock), SharedMemoryBuffer(run, name)
 
     def listen() -> None:
-        for command in connection.commands():
-            commands.put(command)
+        for command in commands(channel):
+            queue.put(command)
         segments.clear(name, [])  # the router is gone, and with it whoever could use what we have put down
         os._exit(0)
 
@@ -234,19 +217,19 @@ def work(plan: PlacementPlan, name: str, spec: WorkerSpec, sock: socket.socket, 
         with contextlib.suppress(OSError):
             while True:
                 time.sleep(PULSE)
-                connection.post({"event": "alive"})
+                channel.send({"event": "alive"})
 
     with contextlib.suppress(BrokenPipeError):  # the router has hung up
-        connection.introduce()
+        introduce(channel)
         settle(spec)
         account, transfer_buffer = None, cast(TransferBuffer, segments)
         if spec.pooled:
             pool = SharedPool.join(run, name)
             account, transfer_buffer = pool.account(name, spec.yields), OwnershipBuffer(transfer_buffer, pool)
-        worker = Worker(plan.engine(spec.phases, spec.share, account), transfer_buffer, connection.post, settle=run_on)
+        worker = Worker(plan.engine(spec.phases, spec.share, account), transfer_buffer, channel.send, settle=run_on)
         for target in (listen, pulse):
             threading.Thread(target=target, daemon=True).start()
-        serve(worker, commands)
+        serve(worker, queue)
 
 
 def serve(worker: Worker, commands: SimpleQueue[Message | None]) -> None:
@@ -280,8 +263,3 @@ def run_on(cores: Sequence[int] | None, threads: int | None) -> None:
             with contextlib.suppress(ProcessLookupError):  # it has ended
                 os.sched_setaffinity(int(thread), cores)
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
-
-
-if __name__ == "__main__":
-    logging.basicConfig(level=logging.WARNING, format="%(processName)s %(name)s: %(message)s")
-    fork_server(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))

@@ -25,8 +25,9 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from phasewise.child import Message
 from phasewise.cluster.engine_spec import Build, EngineSpec
-from phasewise.cluster.launcher import Connection, Message, WorkerSpec
+from phasewise.cluster.launcher import Connection, WorkerSpec
 from phasewise.cluster.process import PULSE
 from phasewise.cluster.ray_buffer import RayBuffer
 from phasewise.cluster.ray_worker import RayWorker

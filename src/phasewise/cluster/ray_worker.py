@@ -15,9 +15,10 @@ import time
 import warnings
 from queue import Empty, SimpleQueue
 
+from phasewise.child import Message
 from phasewise.cluster.command_queue import CommandQueue
 from phasewise.cluster.engine_spec import Build, EngineSpec
-from phasewise.cluster.launcher import Message, WorkerSpec
+from phasewise.cluster.launcher import WorkerSpec
 from phasewise.cluster.process import PULSE, serve, settle
 from phasewise.cluster.ray_buffer import RayBuffer
 from phasewise.cluster.worker import Worker

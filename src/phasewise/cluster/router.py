@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 
+from phasewise.child import Message
 from phasewise.cluster.handle import WorkerHandle
 from phasewise.cluster.handover import Handover
 from phasewise.cluster.in_flight import InFlight
 from phasewise.cluster.kv_affinity import KVAffinity
-from phasewise.cluster.launcher import Launcher, Message
+from phasewise.cluster.launcher import Launcher
 from phasewise.cluster.policy import Adjusting, Pairing, Policy
 from phasewise.cluster.recipe_update import RecipeUpdate, told
 from phasewise.cluster.supervisor import Supervisor, Timeouts

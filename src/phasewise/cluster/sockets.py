@@ -1,26 +1,18 @@
-"""The connection to a worker process: JSON over a socket, each message after its length.
-
-The router's end never blocks.
-"""
+"""The connection to a worker process: messages of child.py over a socket. The router's end never blocks."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import select
 import signal
 import socket
 import struct
-import threading
 from collections.abc import Iterator
 from typing import Protocol
 
-from phasewise.cluster.launcher import Message
+from phasewise.child import CHUNK, Channel, Message, framed, readable, unframed
 
-LENGTH = struct.Struct("!I")
 FILE = struct.Struct("i")  # a file descriptor that comes with a message
-CHUNK = 1 << 18  # bytes
 
 
 class ConnectionOrigin(Protocol):
@@ -49,7 +41,7 @@ class SocketConnection:
 
     @property
     def alive(self) -> bool:
-        return self.open and not (self._process is not None and _ready(self._process, 0.0))
+        return self.open and not (self._process is not None and readable(self._process, 0.0))
 
     @property
     def pending(self) -> bool:
@@ -58,7 +50,7 @@ class SocketConnection:
 
     def tell(self, command: Message) -> None:
         if self.open:
-            self._out += _frame(command)
+            self._out += framed(command)
             self.flush()
 
     def flush(self) -> None:
@@ -92,12 +84,7 @@ class SocketConnection:
         return heard
 
     def _messages(self) -> Iterator[Message]:
-        while len(self._in) >= LENGTH.size:
-            end = LENGTH.size + LENGTH.unpack_from(self._in)[0]
-            if len(self._in) < end:
-                return
-            message: Message = json.loads(self._in[LENGTH.size : end])
-            del self._in[:end]
+        for message in unframed(self._in):
             self.pid = message.get("pid", self.pid)
             yield message
 
@@ -106,7 +93,7 @@ class SocketConnection:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._process, signal.SIGKILL)
-            _ready(self._process, 2.0)  # what it holds is free once it is gone
+            readable(self._process, 2.0)  # what it holds is free once it is gone
         elif self.open:
             self.hang_up()
             self.origin.kill()
@@ -120,7 +107,7 @@ class SocketConnection:
         """See to it that the process is gone; after `seconds` with force."""
         self.hang_up()
         if self._process is not None:
-            _ready(self._process, seconds)
+            readable(self._process, seconds)
         self.hear()
         self._end()
 
@@ -135,40 +122,14 @@ class SocketConnection:
         self._out.clear()
 
 
-class WorkerSocket:
-    """The worker's end. Any thread may post."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._speaking = threading.Lock()
-
-    def introduce(self) -> None:
-        """Say who we are."""
-        with self._speaking, open(os.pidfd_open(os.getpid()), "rb", buffering=0) as process:
-            socket.send_fds(self._sock, [_frame({"event": "alive", "pid": os.getpid()})], [process.fileno()])
-
-    def post(self, event: Message) -> None:
-        """Raises OSError when the router has hung up."""
-        with self._speaking:
-            self._sock.sendall(_frame(event))
-
-    def commands(self) -> Iterator[Message]:
-        """Yield the router's commands until it hangs up."""
-        with contextlib.suppress(OSError), self._sock.makefile("rb") as stream:
-            while len(head := stream.read(LENGTH.size)) == LENGTH.size:
-                (n,) = LENGTH.unpack(head)
-                body = stream.read(n)
-                if len(body) < n:
-                    return
-                yield json.loads(body)
+def introduce(channel: Channel) -> None:
+    """Sends the router this worker's process id, and a handle to the process."""
+    with open(os.pidfd_open(os.getpid()), "rb", buffering=0) as process:
+        channel.send({"event": "alive", "pid": os.getpid()}, [process.fileno()])
 
 
-def _frame(message: Message) -> bytes:
-    body = json.dumps(message).encode()
-    return LENGTH.pack(len(body)) + body
-
-
-def _ready(file: int, seconds: float) -> bool:
-    poll = select.poll()
-    poll.register(file, select.POLLIN)
-    return bool(poll.poll(seconds * 1000))
+def commands(channel: Channel) -> Iterator[Message]:
+    """Yields the router's commands until it hangs up."""
+    with contextlib.suppress(OSError, EOFError):
+        while True:
+            yield channel.receive()

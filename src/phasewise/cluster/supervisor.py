@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from phasewise.child import Message
 from phasewise.cluster.handle import WorkerHandle
-from phasewise.cluster.launcher import Launcher, Message, WorkerSpec
+from phasewise.cluster.launcher import Launcher, WorkerSpec
 from phasewise.errors import PhasewiseError
 from phasewise.request.counters import Counters
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,8 +14,19 @@ from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
+from phasewise.child import Channel, Child, Message
 from phasewise.errors import UserError, near
-from phasewise.model.sandbox import TURN, RenderBudget, Sandbox
+from phasewise.model.sandbox import (
+    MEMORY,
+    MOST_REASON,
+    MOST_TEXT,
+    PROCESSOR_SECONDS,
+    TURN,
+    WAIT,
+    RenderBudget,
+    Sandbox,
+    confine,
+)
 
 
 class _Generation(Extension):
@@ -128,3 +141,43 @@ class ChatTemplate:
         if name not in self._templates:
             raise UserError(f"There is no chat template {name!r}. {near(name, self._templates)}")
         return name
+
+
+@dataclass(frozen=True)
+class ClientTemplate:
+    """A chat template that a client sent. It renders as ChatTemplate does, with the same special tokens as variables,
+    in a child process of its own."""
+
+    text: str
+    tokens: Mapping[str, str]
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        """The prompt. Raises UserError."""
+        asked = {"text": self.text, "tokens": dict(self.tokens), "messages": messages, "variables": variables}
+        end, child = time.monotonic() + WAIT, None
+        try:
+            child = Child("phasewise.model.chat:render", asked, nice=10, quiet=True, patience=WAIT)
+            said = child.channel.receive(max(0.0, end - time.monotonic()))
+        except TimeoutError:
+            raise UserError(f"The chat template takes longer than {WAIT:g} s.") from None
+        except (EOFError, OSError):  # killed by a limit
+            raise UserError(f"The chat template takes more than {PROCESSOR_SECONDS} s or {MEMORY >> 20} MB.") from None
+        finally:
+            if child is not None:
+                child.kill()
+        if "error" in said:
+            raise UserError(said["error"])
+        return str(said["text"])
+
+
+def render(channel: Channel, text: str, tokens: Mapping[str, str], messages: list[Message], variables: Message) -> None:
+    """Renders in this process, whose limits are set first, and sends the prompt or the error."""
+    confine()
+    try:
+        prompt = ChatTemplate({"default": text}, tokens).render(messages, **variables)
+        if len(prompt) > MOST_TEXT:
+            raise UserError(f"The chat template makes a prompt of {len(prompt):,} characters: at most {MOST_TEXT:,}.")
+        said = {"text": prompt}
+    except (UserError, MemoryError, RecursionError) as error:
+        said = {"error": (str(error) or f"The chat template fails: {type(error).__name__}.")[:MOST_REASON]}
+    channel.send(said)

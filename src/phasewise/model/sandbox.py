@@ -1,11 +1,17 @@
-"""A sandbox for chat templates, which come with downloaded checkpoints and may neither reach out nor run for ever.
+"""The sandbox of chat templates, which come with downloaded checkpoints or with requests: none may reach out, run for
+ever or grow.
 
 A template has no loop but `for`, and no call but of macros: each turn of either is counted, and looks at the clock.
-What one expression can make is bounded as well, where it makes more than it was given.
+The operators of an expression are bounded as well, where they make more than they were given.
+
+For templates that clients send that is not enough: filters, methods and formats of strings (`"%9999999999d" % 1`) make
+as much as they like. They are rendered in a child process, whose memory and time are limited (`confine`), and what it
+returns is limited too.
 """
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Iterable, Sized
 from typing import Any
@@ -18,6 +24,14 @@ SECONDS = 5.0  # that a rendering may take
 MOST_TURNS = 1_000_000  # of loops and macros, in one rendering
 MOST_ITEMS = 1 << 25  # characters or items that an operator may make
 TURN = "_phasewise_turn"  # what a template calls in each turn
+
+# of a template that a client sent
+LONGEST = 1 << 16  # characters of the template
+PROCESSOR_SECONDS = 10  # for the process, its start included; the sandbox allows fewer
+WAIT = 30.0  # seconds by the clock, as the process makes way for others
+MEMORY = 512 << 20  # bytes of address space
+MOST_TEXT = 8 << 20  # characters of a prompt
+MOST_REASON = 400  # characters of what is told of an error
 
 
 class RenderBudget:
@@ -62,3 +76,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if too_much:
             raise TemplateError(f"{operator} would make more than a template may")
         return super().call_binop(context, operator, left, right)
+
+
+def confine() -> None:
+    """Limits the processor time and the memory of this process, for good."""
+    resource.setrlimit(resource.RLIMIT_CPU, (PROCESSOR_SECONDS, PROCESSOR_SECONDS))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))

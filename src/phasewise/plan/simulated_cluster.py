@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
+from phasewise.child import Message
 from phasewise.cluster.handle import WorkerHandle
-from phasewise.cluster.launcher import Connection, Message, WorkerSpec
+from phasewise.cluster.launcher import Connection, WorkerSpec
 from phasewise.cluster.ownership import OwnershipBuffer
 from phasewise.cluster.policy import Adjusting, Policy
 from phasewise.cluster.router import Router

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-from phasewise.cluster.launcher import Message, WorkerSpec
+from phasewise.child import Message
+from phasewise.cluster.launcher import WorkerSpec
 from phasewise.cluster.ownership import OwnershipTransfer
 from phasewise.cluster.pool import Account
 from phasewise.errors import UserError

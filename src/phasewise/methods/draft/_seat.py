@@ -1,29 +1,24 @@
 """The place of a draft worker: the engine's thread, or a process that works while the engine does. Both get the same
 messages in the same order, so both say the same.
 
-The process is a fresh interpreter at the other end of a pipe: it loads the draft model by itself, has threads of its
-own, and ends when the pipe does. Messages are JSON.
+The process is a child (child.py): it loads the draft model by itself, has threads of its own, and ends when the engine
+hangs up.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import os
-import subprocess
-import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
+from phasewise.child import Channel, Child, name_process
 from phasewise.methods.draft._desk import Desk, Order
 from phasewise.model.model import Model
 from phasewise.speculation.companion import common
@@ -127,13 +122,6 @@ class Furniture:
     threads: int
 
 
-@dataclass(slots=True)
-class _Child:
-    process: subprocess.Popen[bytes]
-    connection: Connection
-    ready: bool = False
-
-
 class Process(Seat):
     """In a process of its own, which begins with the first order. If it dies, another one gets the orders that are out
     in full; after `LIVES` deaths in a row nothing is guessed any more."""
@@ -142,20 +130,21 @@ class Process(Seat):
         super().__init__()
         self.furniture = furniture
         self._told: dict[int, list[int]] = {}  # the texts that the process has
-        self._children: list[_Child] = []  # at most one; the finalizer has this list
+        self._children: list[Child] = []  # at most one; the finalizer has this list
+        self._ready = False  # the child has said something
         self._deaths = 0
-        weakref.finalize(self, _dismiss, os.getpid(), self._children)
+        weakref.finalize(self, _dismiss, self._children)
 
     @property
     def pid(self) -> int | None:
-        return self._children[0].process.pid if self._children else None
+        return self._children[0].pid if self._children else None
 
     def close(self) -> None:
         self._awaited.clear()
         self._end()
 
     def _end(self) -> None:
-        _dismiss(os.getpid(), self._children)
+        _dismiss(self._children)
         self._told.clear()
 
     def _post(self, orders: Sequence[Order]) -> None:
@@ -164,7 +153,7 @@ class Process(Seat):
             return
         try:
             child = self._child()
-            _send(child.connection, {"orders": [self._plain(order) for order in orders]})
+            child.channel.send({"orders": [self._plain(order) for order in orders]})
         except OSError as error:
             self._died(error)
 
@@ -177,14 +166,11 @@ class Process(Seat):
 
     def _next(self) -> tuple[Answers, int]:
         try:
-            child = self._child()
-            if not child.connection.poll(SILENT if child.ready else LOADING):
-                raise TimeoutError("it has fallen silent")
-            message = json.loads(child.connection.recv_bytes())
+            message = self._child().channel.receive(SILENT if self._ready else LOADING)
         except (EOFError, OSError) as error:
             self._died(error)
             return {}, 0
-        child.ready = True
+        self._ready = True
         if "answers" not in message:
             return {}, 0
         self._deaths = 0
@@ -193,23 +179,17 @@ class Process(Seat):
     def _forget(self, key: int) -> None:
         if self._told.pop(key, None) is not None and self._children:
             with contextlib.suppress(OSError):  # whoever posts next will see that it is dead
-                _send(self._children[0].connection, {"forget": [key]})
+                self._children[0].channel.send({"forget": [key]})
 
-    def _child(self) -> _Child:
+    def _child(self) -> Child:
         """The process that is there, or a new one."""
         if not self._children:
             self._children.append(self._start())
+            self._ready = False
         return self._children[0]
 
-    def _start(self) -> _Child:
-        ours, theirs = Pipe()
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-m", __name__, json.dumps(asdict(self.furniture)), str(theirs.fileno())],
-                pass_fds=[theirs.fileno()], start_new_session=True,
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-            )  # fmt: skip
-        return _Child(process, ours)
+    def _start(self) -> Child:
+        return Child(f"{__name__}:work", asdict(self.furniture))
 
     def _died(self, error: Exception) -> None:
         """Go on with another one, or without."""
@@ -224,27 +204,19 @@ class Process(Seat):
         self._post(list(self._awaited.values()))
 
 
-def _send(connection: Connection, message: dict[str, Any]) -> None:
-    connection.send_bytes(json.dumps(message).encode())
-
-
-def _dismiss(owner: int, children: list[_Child]) -> None:
-    if os.getpid() != owner:
-        return  # a fork of the engine's process ends
+def _dismiss(children: list[Child]) -> None:
     for child in children:
-        child.connection.close()
-        child.process.kill()  # it has nothing to save
-        child.process.wait()
+        child.kill()  # it has nothing to save
     children.clear()
 
 
 # ---- in the process
-def serve(connection: Connection, desk: Desk) -> None:
+def serve(channel: Channel, desk: Desk) -> None:
     """Obey until the other end hangs up."""
     texts: dict[int, tuple[dict[str, Any], list[int]]] = {}
     while True:
         try:
-            message = json.loads(connection.recv_bytes())
+            message = channel.receive()
         except (EOFError, OSError):
             return
         for key in message.get("forget", ()):
@@ -259,22 +231,18 @@ def serve(connection: Connection, desk: Desk) -> None:
             before = desk.passes
             found = [[order.key, guesses] for order, guesses in zip(orders, desk.work(orders))]
             try:
-                _send(connection, {"answers": found, "passes": desk.passes - before})
+                channel.send({"answers": found, "passes": desk.passes - before})
             except OSError:
                 return
 
 
-def main(furniture: Furniture, fileno: int) -> None:
-    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as title:
-        title.write("phasewise-draft")  # what ps and top show
+def work(channel: Channel, **configuration: Any) -> None:
+    """Be the draft worker of a `Furniture` until the engine hangs up."""
+    name_process("phasewise-draft")
+    furniture = Furniture(**configuration)
     torch.set_num_threads(furniture.threads)
     dtype = getattr(torch, furniture.dtype)
-    with Connection(fileno) as connection:
-        desk = Desk(Model.load(furniture.path, dtype=dtype, device=furniture.device), furniture.sample)
-        with contextlib.suppress(OSError):
-            _send(connection, {})  # it is there
-            serve(connection, desk)
-
-
-if __name__ == "__main__":
-    main(Furniture(**json.loads(sys.argv[1])), int(sys.argv[2]))
+    desk = Desk(Model.load(furniture.path, dtype=dtype, device=furniture.device), furniture.sample)
+    with contextlib.suppress(OSError):
+        channel.send({})  # it is there
+        serve(channel, desk)

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from phasewise.errors import UserError
 from phasewise.llm import LLM
-from phasewise.model.apart import Apart
+from phasewise.model.chat import ClientTemplate
 from phasewise.serve.completions.schema import ChatAsk
 from phasewise.serve.failures import ApiError
 from phasewise.serve.guard.policy import ServePolicy
@@ -97,13 +97,13 @@ class ChatRenderer:
         asks = held(must, lambda tools: grammar(tools, format, opening, spell, single), lambda ask: why(ask) is None)
         return (opening.format(name=names(must)[0]), None) if asks is None else ("", asks)
 
-    def _sent(self, text: str) -> Apart:
+    def _sent(self, text: str) -> ClientTemplate:
         """The template that a request brings; its answer is read as the model's own says."""
         if not self._policy.allow_templates:
             raise ApiError(400, "chat_template: this server takes none from requests (--allow-templates would): leave "
                            "it out, or set what the model's own has in chat_template_kwargs", "chat_template",
                            "unsupported_parameter")  # fmt: skip
-        return Apart(text, self._llm.template.tokens)
+        return ClientTemplate(text, self._llm.template.tokens)
 
     def _check_tools(self) -> None:
         if not self._llm.template.names:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from phasewise.model.apart import LONGEST
+from phasewise.model.sandbox import LONGEST
 from phasewise.request.params import SLO, Params
 from phasewise.serve.completions.fields import CHAT_REFUSED, COMPLETION_REFUSED, Harmless, check
 from phasewise.serve.completions.structured import FIELDS, Wanted, wanted

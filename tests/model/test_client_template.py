@@ -7,8 +7,8 @@ import os
 import pytest
 
 from phasewise.errors import UserError
-from phasewise.model.apart import MOST_REASON, Apart
-from phasewise.model.chat import ChatTemplate
+from phasewise.model.chat import ChatTemplate, ClientTemplate
+from phasewise.model.sandbox import MOST_REASON
 
 MESSAGES = [{"role": "user", "content": "héllo 🎉"}]
 TEXT = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ mood }}"
@@ -19,7 +19,7 @@ TOKENS = {"bos_token": "<s>"}
 @pytest.mark.parametrize("more", [{"mood": "!", "add_generation_prompt": False}, {"continue_final_message": True}])
 def test_it_renders_as_the_models_own_does(more: dict[str, object]) -> None:
     own = ChatTemplate({"default": TEXT}, TOKENS)
-    assert Apart(TEXT, TOKENS).render(MESSAGES, **more) == own.render(MESSAGES, **more)  # type: ignore[arg-type]
+    assert ClientTemplate(TEXT, TOKENS).render(MESSAGES, **more) == own.render(MESSAGES, **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -40,11 +40,11 @@ def test_it_renders_as_the_models_own_does(more: dict[str, object]) -> None:
 )  # fmt: skip
 def test_a_hostile_one_ends_with_a_reason(attack: str, reason: str) -> None:
     with pytest.raises(UserError, match=reason) as refused:
-        Apart(attack, TOKENS).render(MESSAGES)
+        ClientTemplate(attack, TOKENS).render(MESSAGES)
     assert len(str(refused.value)) <= MOST_REASON
 
 
 def test_it_is_another_process() -> None:
     before = os.getpriority(os.PRIO_PROCESS, 0)
-    assert Apart("ok", {}).render(MESSAGES) == "ok"
+    assert ClientTemplate("ok", {}).render(MESSAGES) == "ok"
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
