@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Generator, Iterator
 from functools import cache
 from pathlib import Path
@@ -110,11 +111,11 @@ def _given(config: pytest.Config) -> list[str]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What the tier leaves out goes; the longest files first; all else in its order."""
     tier, runs, left_out = config.getoption("--tier"), list[pytest.Item](), list[pytest.Item]()
-    given = _given(config)
+    given, waits = _given(config), _sampled_out(items)
     for item in items:
         file = tiers.file(item.path)
         listed = tiers.thorough(file, getattr(item, "originalname", item.name))
-        hard = listed or item.get_closest_marker("thorough") is not None
+        hard = listed or item in waits or item.get_closest_marker("thorough") is not None
         (runs if tiers.chosen(tier, hard, tiers.named(file, given)) else left_out).append(item)
     later = tiers.later({tiers.file(item.path) for item in runs}, config.getoption("--turns"), seeds.turn(), given)
     if tier == "rest" and later:
@@ -129,6 +130,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         files = config.stash.get(FILES_LEFT_OUT, 0)
         config.workeroutput |= {"left out": len(left_out), "later": config.stash.get(LATER, 0), "files": files}
     items[:] = sorted(runs, key=lambda item: tiers.place(tiers.file(item.path)))
+
+
+def _sampled_out(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Cases of sampled tests (tests/tiers.py) whose turn is on another day."""
+    cases = defaultdict[tuple[str, str], list[pytest.Item]](list)
+    for item in items:
+        cases[tiers.file(item.path), getattr(item, "originalname", item.name)].append(item)
+    waits = set[pytest.Item]()
+    for (file, test), each in cases.items():
+        now = tiers.sampled(file, test, len(each), seeds.turn())
+        waits |= {item for i, item in enumerate(each) if i not in now}
+    return waits
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -42,6 +42,23 @@ def test_what_is_listed_is_there(entry: str) -> None:
     assert not test or test in of(file)
 
 
+@pytest.mark.parametrize("file", tiers.SAMPLED)
+def test_what_is_sampled_is_there_and_not_thorough(file: str) -> None:
+    assert file in FILES and set(tiers.SAMPLED[file]) <= of(file)
+    assert not any(tiers.thorough(file, test) for test in tiers.SAMPLED[file])
+
+
+def test_sampled_cases_take_turns_and_no_day_has_too_many() -> None:
+    (file, tests), *_ = tiers.SAMPLED.items()
+    (test, most), *_ = tests.items()
+    for cases in (1, most, most + 1, 7 * most + 3):
+        days = -(-cases // most)
+        lots = [tiers.sampled(file, test, cases, 100 + day) for day in range(days)]
+        assert sorted(case for lot in lots for case in lot) == list(range(cases))
+        assert all(0 < len(lot) <= most for lot in lots)
+    assert set(tiers.sampled(file, "test_of_another_name", 5, 3)) == set(range(5))
+
+
 def test_nothing_is_listed_twice_and_all_that_begins_early_is_there() -> None:
     assert len(set(LISTED)) == len(LISTED)
     assert not [entry for entry in LISTED if "::" in entry and entry.partition("::")[0] in LISTED]
@@ -85,6 +102,7 @@ TREE = {  # file: its tests
     "marks=pytest.mark.thorough)])\ndef test_marked(i): pass\n",
     "kv/test_unlisted.py": "def test_u(): pass\n",
 }
+DRAWN, CASES = "verify/test_k_seq.py", 9
 EASY = {f"{PART}::test_easy", "place/test_other.py::test_marked[own]", "kv/test_unlisted.py::test_u"}
 IN_PART = {f"{PART}::{HARD}[1]", f"{PART}::{HARD}[2]"}
 REST = {f"{WHOLE}::test_w", *IN_PART, "place/test_other.py::test_marked[else]"}
@@ -126,6 +144,19 @@ def test_both_tiers_are_all_and_share_nothing(tree: Path) -> None:
     assert ran(tree, "--tier", "quick", "-n", "2", "--dist", "loadfile") == (EASY, said, 0)
     said = "3 tests left out as not thorough (tests/tiers.py): make test runs them"
     assert ran(tree, "--tier", "rest") == (REST, said, 0)
+
+
+def test_sampled_cases_of_other_days_are_thorough(tree: Path) -> None:
+    ((test, most),) = tiers.SAMPLED[DRAWN].items()
+    path = tree / "tests" / DRAWN
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"import pytest\n@pytest.mark.parametrize('i', range({CASES}))\ndef {test}(i): pass\n")
+    every = {f"{DRAWN}::{test}[{i}]" for i in range(CASES)}
+    for day in ("2026-11-28", "2026-11-29"):
+        now, rest = (ran(tree, "--tier", tier, "--draws", day, "-k", test)[0] for tier in ("quick", "rest"))
+        assert now | rest == every and not now & rest and 0 < len(now) <= most
+        assert ran(tree, "--tier", "quick", "--draws", day, "tests/verify")[0] == every, "what is named runs whole"
+    path.unlink()
 
 
 def test_every_thorough_file_has_its_turn_and_named_ones_do_not_wait(tree: Path) -> None:

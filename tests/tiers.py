@@ -125,6 +125,145 @@ THOROUGH: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 
+# {file: {test: cases}}. Of these tests' cases, which cross the same code with other settings, moments, seeds or mates,
+# the quick tier runs at most so many a day; in a few days each has its turn. The thorough tier has the others.
+SAMPLED: dict[str, dict[str, int]] = {
+    "attend/test_chosen_steps.py": {
+        "test_a_step_is_one_call_and_gives_what_halves_give": 4,
+        "test_a_cache_with_gaps_is_asked_for": 3,
+        "test_forks_and_rollbacks": 3,
+        "test_several_rows_and_single_ones_take_turns": 3,
+    },
+    "attend/test_infllm.py": {"test_means_equal_those_of_the_whole": 1},
+    "attend/test_loopserve.py": {"test_greedy_lines_hold_most_of_what_the_best_ones_hold": 1},
+    "attend/test_selectors.py": {
+        "test_what_is_kept_follows_forks": 2,
+        "test_what_is_kept_follows_rollbacks_and_evictions": 2,
+    },
+    "attend/test_zero_tuning_steps.py": {
+        "test_whole_steps_read_as_the_open_path_reads": 2,
+        "test_where_it_cannot_be_told_by_slots_it_is_asked": 1,
+    },
+    "decode/test_block_diffusion.py": {
+        "test_prefixes_are_shared_in_whole_blocks": 1,
+        "test_equals_the_uncached_twin_at_every_step": 4,
+        "test_sampled_candidates_are_drawn_afresh_at_every_step": 1,
+    },
+    "decode/test_block_diffusion_natively.py": {
+        "test_not_a_bit_depends_on_anything_else": 4,
+        "test_every_step_is_one_native_call": 4,
+    },
+    "decode/test_c2c.py": {"test_tokens_are_those_of_rows_fused_by_hand": 1},
+    "decode/test_c2c_several.py": {"test_tokens_are_a_requests_own": 1},
+    "decode/test_contrastive.py": {"test_equals_full_recomputation": 3},
+    "decode/test_kv_prediction.py": {"test_tokens_are_those_of_rows_mapped_by_hand": 1},
+    "decode/test_pie.py": {
+        "test_answers_that_were_decoded_otherwise_are_never_a_prefix_of_others": 3,
+        "test_hostile_texts_take_no_time": 2,
+    },
+    "decode/test_then.py": {"test_drafts_behind_latents_stand_as_far_on": 2},
+    "draft/test_draft_model.py": {
+        "test_match_gives_plain_samples": 2,
+        "test_the_target_as_its_own_draft_is_always_right": 3,
+    },
+    "draft/test_easyspec.py": {"test_greedy_tokens_are_plain_decodings": 2},
+    "draft/test_lookahead.py": {"test_the_window_is_a_jacobi_iteration": 2},
+    "draft/test_paced.py": {"test_alone_it_comes_near_the_best_size": 2},
+    "draft/test_pearl.py": {"test_the_target_as_its_own_draft_is_always_right": 2},
+    "draft/test_rasd.py": {"test_the_distribution_stays": 1},
+    "draft/test_swift.py": {
+        "test_other_families": 1,
+        "test_greedy_tokens_are_plain_decodings_whatever_is_left_out": 2,
+        "test_the_search_changes_no_token": 1,
+    },
+    "evict/test_running.py": {
+        "test_keyformer_without_noise_keeps_the_rows_of_h2o": 1,
+        "test_however_rows_come": 2,
+        "test_what_has_gone_never_comes_back": 1,
+        "test_a_models_own_window_hides_rows_from_the_scores": 1,
+    },
+    "evict/test_running_weighed.py": {"test_a_token_that_failed_leaves_no_trace": 1},
+    "kv/test_blocks.py": {"test_every_row_reads_what_it_would_alone": 3},
+    "kv/test_drawers.py": {"test_drawers_that_are_handed_on_are_booked_where_they_land": 1},
+    "laws/test_declarations.py": {"test_a_broken_law_is_named": 1},
+    "laws/test_double.py": {"test_parts_of_a_prompt_have_the_kv_and_logits_of_the_whole": 3},
+    "laws/test_growth.py": {"test_every_pair_is_covered_by_hardly_more_rows_than_there_must_be": 3},
+    "laws/test_parts.py": {"test_tokens_are_a_requests_own": 2},
+    "laws/test_recipes.py": {
+        "test_a_recipe_whose_method_raises_fails_only_its_own": 3,
+        "test_in_bfloat16_mates_of_another_recipe_change_nothing": 1,
+    },
+    "laws/test_sure.py": {"test_every_scheduler_and_few_rows": 4},
+    "place/test_disaggregated.py": {
+        "test_a_message_that_is_lost_late_or_doubled_costs_no_token": 12,
+        "test_cancelling_at_any_moment_frees_both_sides_at_once": 9,
+        "test_methods_go_on_where_they_were": 1,
+    },
+    "place/test_push.py": {
+        "test_a_message_that_is_lost_late_or_doubled_costs_no_token": 5,
+        "test_a_word_about_missing_room_that_is_lost_late_or_doubled_costs_no_token": 4,
+        "test_a_worker_may_die_at_any_moment": 3,
+        "test_cancelling_at_any_moment_frees_both_sides": 9,
+        "test_methods_go_on_where_they_were": 1,
+        "test_a_piece_that_does_not_fit_is_recomputed": 2,
+        "test_real_pieces_take_the_time_of_the_closed_forms": 3,
+    },
+    "place/test_recipes.py": {"test_recipes_in_every_placement": 1},
+    "place/test_semi_pd.py": {
+        "test_a_worker_may_die_at_any_moment": 3,
+        "test_cancelling_at_any_moment_frees_everything_at_once": 3,
+        "test_methods_go_on_where_they_were": 1,
+    },
+    "place/test_splitwise.py": {"test_a_worker_may_die_at_any_moment": 2, "test_methods_go_on_where_they_were": 1},
+    "request/test_ask.py": {"test_the_method_is_asked_wherever_the_request_runs": 3},
+    "sample/test_forced.py": {"test_passes_by_the_closed_form": 2, "test_drafted_in_a_mixed_batch": 1},
+    "sample/test_grammar.py": {"test_what_is_completed_is_valid": 1},
+    "sample/test_greedy_steps.py": {
+        "test_mixed_batches_give_what_each_gets_alone": 3,
+        "test_nor_does_one_under_a_grammar": 1,
+        "test_others_need_them": 5,
+        "test_a_greedy_step_writes_no_logits": 3,
+    },
+    "sample/test_momentum.py": {"test_drafts_change_no_token": 1},
+    "schedule/test_layered.py": {"test_tokens_equal_whole_prompts": 1},
+    "schedule/test_slo.py": {"test_tokens_do_not_depend_on_targets": 1},
+    "schedule/test_splitfuse.py": {"test_steps_of_the_engine_are_full_and_tokens_are_the_same": 1},
+    "skip/test_lazyllm.py": {"test_it_goes_with": 2},
+    "skip/test_unified.py": {
+        "test_equals_a_model_of_the_kept_layers_over_the_prompts_kv": 2,
+        "test_tuned_rows_equal_a_model_with_the_low_rank_weights_merged_in": 1,
+    },
+    "speculation/test_asking.py": {"test_they_are_never_judged_and_never_kept": 5},
+    "speculation/test_greedy.py": {
+        "test_tokens_are_a_requests_own": 2,
+        "test_tokens_are_plain_decodings": 2,
+        "test_kv_after_every_step_is_plain_decodings": 3,
+        "test_a_stop_token_inside_an_accepted_run_ends_there": 7,
+        "test_never_more_than_max_tokens": 6,
+    },
+    "speculation/test_growing.py": {"test_what_the_request_went_on_with_stays": 4},
+    "speculation/test_large_trees.py": {"test_their_rows_are_within_the_budget": 1},
+    "speculation/test_tails.py": {
+        "test_afterwards_the_kv_is_as_before": 2,
+        "test_a_pass_that_raises_leaves_the_kv_as_it_was": 2,
+        "test_native_passes_are_the_open_ones": 4,
+    },
+    "store/test_cachegen.py": {"test_apart_as_in_one_place": 1},
+    "store/test_kivi.py": {"test_tails_and_bytes_after_every_token": 2},
+    "store/test_packed.py": {
+        "test_whole_steps_are_as_near_as_the_open_path": 2,
+        "test_drafts_read_bit_for_bit_what_single_rows_read": 2,
+        "test_trees_read_bit_for_bit_what_their_paths_read": 2,
+    },
+    "store/test_packed_classes.py": {
+        "test_whole_steps_are_as_near_as_the_open_path": 1,
+        "test_mates_change_no_token_and_share_the_call": 1,
+    },
+    "store/test_zipcache.py": {"test_bytes_after_every_token": 1},
+    "verify/test_k_seq.py": {"test_the_law_is_the_targets": 4},
+    "verify/test_transfer.py": {"test_a_small_eta_is_rejection": 2},
+}  # fmt: skip
+
 # Files that take longest, by the processor's time or by waiting: a worker that is given one of them last keeps all
 # others waiting. Those of many processes stand apart, so that they seldom run at the same time.
 LONGEST = (
@@ -151,6 +290,13 @@ def file(path: Path) -> str:
 def thorough(file: str, test: str) -> bool:
     """Whether a test, without its case, is listed; `file` as from this folder."""
     return file in _ENTRIES or f"{file}::{test}" in _ENTRIES
+
+
+def sampled(file: str, test: str, cases: int, today: int) -> Collection[int]:
+    """Which of so many cases of a test the quick tier runs on this day: all, or those whose turn it is."""
+    most = SAMPLED.get(file, {}).get(test, 0)
+    turns = -(-cases // most) if most else 1
+    return range(today % turns, cases, turns) if cases else ()
 
 
 def named(file: str, given: Sequence[str]) -> bool:
