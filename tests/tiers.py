@@ -39,6 +39,7 @@ THOROUGH: dict[str, tuple[str, ...]] = {
         "sample/test_grammar.py::test_placements_change_no_token",
         "store/test_cachegen.py::test_lost_preempted_and_tight_over_another_form",
         "store/test_cachegen.py::test_over_other_methods", "store/test_cachegen.py::test_over_rows_in_another_form",
+        "speculation/test_drawn_trees.py::test_with_more_seeds_at_every_temperature",
         "verify/test_acceptance.py::test_chosen_children_are_accepted_by_their_mass",
     ),
     "random load, full pools, bad links, endless texts": (
