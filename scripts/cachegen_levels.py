@@ -148,7 +148,7 @@ def accuracies(llm: LLM, store: str, asked: argparse.Namespace) -> list[quality.
     def encode(text: str) -> list[int]:
         return llm.tokenizer.encode(text, add_special=False)
 
-    begin = llm.tokenizer.encode("")
+    begin = llm.tokenizer.begin
     text = quality.TextCodec(encode, llm.tokenizer.decode, lambda messages: llm.encode_chat(messages), begin)
     return quality.evaluate(generate, no_loss, text, tasks=TASKS, examples=asked.examples, seed=asked.seed)
 

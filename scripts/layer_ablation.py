@@ -125,7 +125,7 @@ def window_losses(
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special=False)
 
-    text = quality.TextCodec(encode, tokenizer.decode, lambda messages: [], tokenizer.encode(""))
+    text = quality.TextCodec(encode, tokenizer.decode, lambda messages: [], tokenizer.begin)
     quality.evaluate(lambda prompts, room: [], loss, text, tasks=[quality.CODE_LOSS], examples=asked.examples,
                      seed=asked.seed)  # fmt: skip
     return losses

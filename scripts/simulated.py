@@ -97,7 +97,8 @@ def compare(place: str, args: argparse.Namespace, slo: SLO) -> list[Both]:
             predicted = numbers(
                 [j.ttft for j in jobs], [j.tpot for j in jobs], sum(j.meets(slo) for j in jobs) / len(jobs)
             )
-            shots = fit(workload(load.lengths, args.requests, prompts, rate=rate, seed=args.seed), config.max_positions)
+            shots = workload(load.lengths, args.requests, prompts, rate=rate, seed=args.seed)
+            shots = fit(shots, config.max_positions, prompts.begin)
             assert [shot.arrival for shot in shots] == sorted(job.arrived for job in jobs)
             measure(url, [dataclasses.replace(shot, arrival=0.0) for shot in shots[:WARM]], lambda done: None)
             served = measure(url, shots, lambda done, n=number: tell(n * args.requests + done)).served  # type: ignore[misc]

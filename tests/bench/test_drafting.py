@@ -57,7 +57,7 @@ def test_made_questions_are_the_same_for_the_same_seed() -> None:
     def encode(text: str) -> list[int]:
         return [ord(c) % 250 for c in text[:5000]]
 
-    one, two, other = (made(as_ids, encode, 3, seed) for seed in (0, 0, 1))
+    one, two, other = (made(as_ids, encode, [7], 3, seed) for seed in (0, 0, 1))
     assert one == two != other
     assert list(one) == ["library code", *MADE] and all(len(prompts) == 3 for prompts in one.values())
 

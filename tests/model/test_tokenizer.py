@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +16,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from phasewise.errors import UserError
 from phasewise.model.stream import ALPHABET
-from phasewise.model.tokenizer import LONG, Detokenizer, Tokenizer
+from phasewise.model.tokenizer import LONG, Detokenizer, Tokenizer, begun
 from tests.serve.tiny_chat import chat_checkpoint
 
 TEXTS = ["the cat sat on the mat, the end", "naïve café — 你好, 世界! 🎉🎊 привет", "  two  spaces\n\ttabs"] * 3
@@ -209,3 +211,42 @@ def test_others_go_on_while_a_long_text_is_read() -> None:
         ticks += 1
     thread.join()
     assert ticks > 10
+
+
+# ---- what comes before a text
+
+
+class BeginCase(NamedTuple):
+    """A tokenizer that puts `before` and `after` around texts, or nothing."""
+
+    before: bool
+    after: bool
+
+    def tokenizer(self) -> Tokenizer:
+        made = byte_level().backend
+        ids = {name: made.token_to_id(name) for name in ("<s>", "</s>")}
+        single = ["<s>"] * self.before + ["$A"] + ["</s>"] * self.after
+        made.post_processor = processors.TemplateProcessing(single=single, special_tokens=list(ids.items()))
+        return Tokenizer(made)
+
+
+@pytest.mark.parametrize("case", [BeginCase(*flags) for flags in itertools.product((False, True), repeat=2)], ids=str)
+def test_a_text_begins_with_the_begin_token_once(case: BeginCase) -> None:
+    """Where the tokenizer has one, and only before a text that has not written it itself, be it short or long."""
+    tokenizer = case.tokenizer()
+    begin, end = tokenizer.id("<s>"), tokenizer.id("</s>")
+    plain = tokenizer.encode("the mat", add_special=False)
+    want = [begin] * case.before + plain + [end] * case.after
+    assert tokenizer.begin == [begin] * case.before
+    assert tokenizer.encode("the mat") == want
+    assert tokenizer.encode("<s>the mat") == [begin, *plain] + [end] * case.after
+    assert tokenizer.encode("<s>the mat", add_special=False) == [begin, *plain]
+    long = tokenizer.encode("<s>" + "the mat " * LONG)
+    assert long[0] == begin and long[1] != begin
+    assert tokenizer.encode("") == [begin] * case.before + [end] * case.after
+
+
+def test_ids_begin_with_the_begin_token_once() -> None:
+    assert begun([7, 8], [5]) == [5, 7, 8] == begun([5, 7, 8], [5])
+    assert begun([7, 8], []) == [7, 8] and begun([], [5]) == [5]
+    assert begun([5, 7], [5, 6]) == [5, 6, 5, 7] and begun([5, 6, 7], [5, 6]) == [5, 6, 7]

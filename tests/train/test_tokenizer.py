@@ -9,10 +9,10 @@ import jinja2
 import pytest
 import tokenizers
 
-from phasewise.model.tokenizer import Tokenizer
+from phasewise.model.tokenizer import Tokenizer, beginning
 from phasewise.train.mixture import NO_LOSS, Mixture, pad_rows
 from phasewise.train.tasks import TaskTurn
-from phasewise.train.tokenizer import BEGIN, SPECIAL, beginning, plain, write
+from phasewise.train.tokenizer import BEGIN, SPECIAL, plain, write
 from phasewise.train.words import WORDS
 from tests.train import tiny
 

@@ -98,8 +98,8 @@ class Judge:
         def encode(text: str) -> list[int]:
             return llm.tokenizer.encode(text, add_special=False)
 
-        begin = llm.tokenizer.encode("")
-        text = quality.TextCodec(encode, llm.tokenizer.decode, lambda messages: llm.encode_chat(messages), begin)
+        chat, begin = lambda messages: llm.encode_chat(messages), llm.tokenizer.begin
+        text = quality.TextCodec(encode, llm.tokenizer.decode, chat, begin)
 
         def offer(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[int]:
             return llm.encode_chat(messages, {"tools": list(tools)})

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 from phasewise.errors import UserError, near
 from phasewise.known.corpus import sources
+from phasewise.model.tokenizer import beginning, begun
 from phasewise.train.tasks import Example, Message, example
 
 Generate = Callable[[list[list[int]], int], list[list[int]]]
@@ -91,7 +92,7 @@ class TextCodec:
             given = {"messages": list(messages), "add_generation_prompt": True, "bos_token": config.get("bos_token")}
             return encode(template.render(**{name: value for name, value in given.items() if value is not None}))
 
-        return cls(encode, lambda ids: str(backend.decode(ids)), chat, list(backend.encode("").ids))
+        return cls(encode, lambda ids: str(backend.decode(ids)), chat, beginning(backend))
 
 
 def evaluate(
@@ -138,7 +139,7 @@ def next_line(generate: Generate, text: TextCodec, rng: Random, examples: int) -
     lines = [(file, index) for file in files for index, line in enumerate(file) if index > 4 and line.strip()]
     for file, index in rng.sample(lines, min(examples, len(lines))):
         before = "".join(file[max(0, index - 60) : index]).removesuffix("\n")  # most tokens for indentation hold \n
-        prompts.append(text.begin + text.encode(before)[-LINE_CONTEXT:])
+        prompts.append(begun(text.encode(before)[-LINE_CONTEXT:], text.begin))
         wanted.append(file[index].rstrip())
     replies = [text.decode(reply) for reply in generate(prompts, LINE_TOKENS)]
     return graded(NEXT_LINE, [_first_line(reply) == line for reply, line in zip(replies, wanted, strict=True)])
@@ -155,7 +156,7 @@ def code_loss(loss: Loss, text: TextCodec, rng: Random, examples: int) -> list[R
     nats, bits = [], []
     for _ in range(examples):
         start = rng.randrange(max(1, len(ids) - WINDOW))
-        window = text.begin + ids[start : start + WINDOW]
+        window = begun(ids[start : start + WINDOW], text.begin)
         nats.append(loss(window))
         bits.append(per_byte(nats[-1], text, window[1:]))
     return [averaged(CODE_LOSS, "nats/token", nats), averaged(CODE_LOSS, "bits/byte", bits)]

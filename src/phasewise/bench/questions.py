@@ -59,9 +59,12 @@ def _question(line: str, where: str) -> tuple[str, str]:
     return (CHAT if category in CHATS else str(category)), turns[0]
 
 
-def made(chat: Chat, encode: Callable[[str], list[int]], per_task: int, seed: int) -> dict[str, list[list[int]]]:
-    """Held-out library source to go on with, and questions of generated tasks."""
-    take = text_prompts(encode("\n\n".join(sources(held_out=True).values())), seed)
+def made(
+    chat: Chat, encode: Callable[[str], list[int]], begin: Sequence[int], per_task: int, seed: int
+) -> dict[str, list[list[int]]]:
+    """Held-out library source to go on with, and questions of generated tasks. `encode` adds nothing to a text; `begin`
+    is what comes before each."""
+    take = text_prompts(encode("\n\n".join(sources(held_out=True).values())), seed, begin)
     found = {CODE: [take(CODE_TOKENS) for _ in range(per_task)]}
     for task, row in MADE.items():
         kind, length = TASKS[row]

@@ -15,6 +15,7 @@ from typing import ClassVar, Protocol
 from phasewise.bench.prompts import Prompts
 from phasewise.catalog import configure
 from phasewise.errors import UserError, near
+from phasewise.model.tokenizer import begun
 
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
@@ -197,14 +198,18 @@ def workload(
     """`n` requests with prompts, as `timed` says."""
     every = timed(shape, n, rate=rate, seed=seed, cv=cv)
     shared = prompts(shape.prefix) if shape.prefix else []
-    return [Shot(now, shared + prompts(length), new, len(shared)) for now, length, new in every]
+    own = prompts.piece if shared else prompts
+    return [Shot(now, shared + own(length), new, len(shared)) for now, length, new in every]
 
 
-def fit(shots: Sequence[Shot], context: int) -> list[Shot]:
-    """The same requests cut to a context length: first the prompt loses its beginning, then the output its end."""
+def fit(shots: Sequence[Shot], context: int, begin: Sequence[int] = ()) -> list[Shot]:
+    """The same requests cut to a context length: first the prompt loses its beginning, then the output its end. What
+    comes before every text, `begin`, stays."""
     fitted = []
     for shot in shots:
         new = min(shot.new, max(1, context // 2), context - 1)
-        prompt = shot.prompt[new - context :]
+        prompt = shot.prompt
+        if len(prompt) > context - new:
+            prompt = begun(prompt[new - context + len(begin) :], begin)
         fitted.append(Shot(shot.arrival, prompt, new, max(0, shot.shared - len(shot.prompt) + len(prompt))))
     return fitted

@@ -54,7 +54,7 @@ class BenchRequests:
         from phasewise.bench.workloads import fit, lengths, workload
 
         shape, seed = lengths(self.workload), self.seed + number
-        return fit(workload(shape, self.requests, prompts, rate=rate, seed=seed, cv=cv), context)
+        return fit(workload(shape, self.requests, prompts, rate=rate, seed=seed, cv=cv), context, prompts.begin)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -57,7 +58,8 @@ class Questions:
 
         if self.prompts is not None:
             return questions(self.prompts, llm.encode_chat, self.per_task)
-        return made(llm.encode_chat, llm.encode, self.per_task or MADE, self.seed)
+        plain, begin = partial(llm.tokenizer.encode, add_special=False), llm.tokenizer.begin
+        return made(llm.encode_chat, plain, begin, self.per_task or MADE, self.seed)
 
 
 @dataclass(frozen=True)

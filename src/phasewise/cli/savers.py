@@ -100,7 +100,7 @@ def savers(
         raise UserError("--shape stands for a model: leave --model or --shape out")
     from phasewise.bench.bandwidth import StreamedWeight
     from phasewise.bench.drive import Bench
-    from phasewise.bench.prompts import random_prompts
+    from phasewise.bench.prompts import begin_of, random_prompts
     from phasewise.bench.savers import Savers, contenders
 
     load, path = asked.load(), Path(engine.model)
@@ -113,7 +113,7 @@ def savers(
         memory = StreamedWeight()
         run = Savers(made, chosen, load, engine.limits(), engine.verbs)
         with counting("turns", len(load.batches) * load.rounds * (1 + len(chosen))) as tell:
-            prompts = random_prompts(made.model.config.vocab, asked.seed)
+            prompts = random_prompts(made.model.config.vocab, asked.seed, [] if asked.shape else begin_of(engine.model))
             run.run(prompts, memory.rate, tell, lambda: _save(run, name, written))
     _tell(run, name, written)
 

@@ -15,6 +15,21 @@ from phasewise.model.stream import BYTE_TOKEN, ByteStream, Pieces, WindowStream,
 LONG = 4096  # characters; with longer texts other threads must not wait, and `encode` alone keeps the interpreter
 
 
+def beginning(backend: Backend) -> list[int]:
+    """The ids that a tokenizer puts before a text, such as a BOS token; empty for most that have none."""
+    probe = "a"
+    plain = backend.encode(probe, add_special_tokens=False).ids
+    whole = backend.encode(probe, add_special_tokens=True).ids
+    at = next((i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain), 0)
+    return list(whole[:at])
+
+
+def begun(ids: Sequence[int], begin: Sequence[int]) -> list[int]:
+    """A prompt of these ids as a model expects it: what its tokenizer puts before a text (`begin`) comes first, once,
+    also where a chat template or the text itself has written it."""
+    return list(ids) if [*ids[: len(begin)]] == [*begin] else [*begin, *ids]
+
+
 class Tokenizer:
     """A `tokenizers` pipeline and the special tokens named beside it."""
 
@@ -33,10 +48,18 @@ class Tokenizer:
         return cls(files.tokenizer(), files.special())
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """Token ids; `add_special` puts what the checkpoint's template adds around a text, such as a BOS."""
+        """Token ids; `add_special` puts what the checkpoint's template adds around a text, such as a BOS: before one
+        that begins with a BOS there is no second one."""
         if len(text) < LONG:
-            return list(self.backend.encode(text, add_special_tokens=add_special).ids)
-        return list(self.backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
+            ids = list(self.backend.encode(text, add_special_tokens=add_special).ids)
+        else:
+            ids = list(self.backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
+        return begun(ids[len(self.begin) :], self.begin) if add_special and self.begin else ids
+
+    @cached_property
+    def begin(self) -> list[int]:
+        """The ids that are put before a text: see `beginning`."""
+        return beginning(self.backend)
 
     @cached_property
     def longest(self) -> int:

@@ -15,7 +15,7 @@ from phasewise.reproduce.lab import Lab
 from phasewise.reproduce.play import finish, going_on
 from phasewise.reproduce.system import Quality, Setting
 from phasewise.reproduce.verdict import Check
-from phasewise.reproduce.workload import STRANGER, code_ids, examples, pocket_text
+from phasewise.reproduce.workload import STRANGER, code_ids, examples, pocket_text, stretch
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 
@@ -82,11 +82,10 @@ def right(lab: Lab, setting: Setting, task: str, n: int) -> list[float]:
 
 def losses(lab: Lab, setting: Setting, quality: Quality, n: int) -> list[float]:
     """Minus the loss of each of n stretches of code, nats per token: the engine is made to write them, all at once."""
-    rng, ids, forced = Random(f"{lab.scale.seed} code"), _source(setting), Forced()
+    rng, model, forced = Random(f"{lab.scale.seed} code"), _source(setting), Forced()
     requests = []
     for _ in range(n):
-        start = rng.randrange(len(ids) - quality.window)
-        text = ids[start : start + quality.window]
+        text = stretch(rng.randrange(len(code_ids(model)) - quality.window), quality.window, model)
         room = Params(max_tokens=quality.window - quality.given, ignore_eos=True)
         requests.append(Request(text[: quality.given], room))
         forced.scripts[requests[-1].id], forced.nats[requests[-1].id] = text, {}
@@ -98,14 +97,16 @@ def losses(lab: Lab, setting: Setting, quality: Quality, n: int) -> list[float]:
 def edited(lab: Lab, setting: Setting, quality: Quality, n: int) -> list[float]:
     """Minus the loss of the last tokens of each of n stretches of code, of which the engine has met another version:
     there, half as many other tokens stood in the place of those that are new now."""
-    rng, ids, forced = Random(f"{lab.scale.seed} edited"), _source(setting), Forced()
+    rng, model, forced = Random(f"{lab.scale.seed} edited"), _source(setting), Forced()
+    ids = code_ids(model)
     grades = []
     with lab.engine(setting, sample=forced) as engine:
         for _ in range(n):
             start, other = (rng.randrange(len(ids) - quality.window) for _ in range(2))
-            text, at = ids[start : start + quality.window], rng.randrange(quality.window // 8, quality.window // 2)
+            text = stretch(start, quality.window, model)
+            at = rng.randrange(quality.window // 8, quality.window // 2)
             prompt = text[: quality.window - JUDGED]
-            instead = ids[other : other + quality.edited // 2]
+            instead = list(ids[other : other + quality.edited // 2])
             before = Request(
                 prompt[:at] + instead + prompt[at + quality.edited :], Params(max_tokens=1, ignore_eos=True)
             )
@@ -117,8 +118,9 @@ def edited(lab: Lab, setting: Setting, quality: Quality, n: int) -> list[float]:
     return grades
 
 
-def _source(setting: Setting) -> list[int]:
-    return list(code_ids(STRANGER) if setting.model == STRANGER else code_ids())
+def _source(setting: Setting) -> str:
+    """The model in whose tokens the code is."""
+    return STRANGER if setting.model == STRANGER else "pocket"
 
 
 def quality_checks(quality: Quality, found: Graded) -> list[Check]:

@@ -59,11 +59,6 @@ def special_id(tokenizer: Tokenizer, token: str) -> int:
     return int(found)
 
 
-def beginning(tokenizer: Tokenizer) -> list[int]:
-    """The ids that a tokenizer puts before a text: the beginning token, or nothing."""
-    return list(tokenizer.encode("").ids)
-
-
 def plain(tokenizer: Tokenizer, text: str) -> list[int]:
     """The ids of a piece of text, without what a beginning would have."""
     return list(tokenizer.encode(text, add_special_tokens=False).ids)

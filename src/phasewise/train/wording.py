@@ -11,8 +11,9 @@ from tokenizers import Tokenizer
 from phasewise.errors import UserError
 from phasewise.model.chat import ChatTemplate
 from phasewise.model.source import Source
+from phasewise.model.tokenizer import beginning
 from phasewise.train.tasks import Message, TaskTurn
-from phasewise.train.tokenizer import END_OF_TEXT, PAD, TURN_END, WRITTEN, beginning, plain, special_id
+from phasewise.train.tokenizer import END_OF_TEXT, PAD, TURN_END, WRITTEN, plain, special_id
 
 Piece = tuple[list[int], bool]  # token ids, and whether they are learned
 

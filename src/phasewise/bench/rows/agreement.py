@@ -16,6 +16,7 @@ from typing import Any
 from phasewise.bench.quality import RowScores, averaged, mean, proportion
 from phasewise.bench.rows.subject import Subject
 from phasewise.errors import UserError
+from phasewise.model.tokenizer import begun
 
 AGREEMENT = "agreement"
 WHOLE = f"{AGREEMENT}, default's text"
@@ -71,7 +72,7 @@ def prompts(subject: Subject, path: Path, rng: Random, examples: int) -> list[li
 
     Raises UserError where there are fewer than `examples` of them.
     """
-    every = [subject.ask(text, "") if subject.chats else [*subject.text.begin, *subject.text.encode(text)]
+    every = [subject.ask(text, "") if subject.chats else begun(subject.text.encode(text), subject.text.begin)
              for text in read(path)]  # fmt: skip
     fitting = [ids for ids in every if 0 < len(ids) <= subject.context - NEW]
     if len(fitting) < examples:

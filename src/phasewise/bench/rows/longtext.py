@@ -18,6 +18,7 @@ from phasewise.bench.quality import RowScores, averaged, per_byte
 from phasewise.bench.rows.subject import Subject
 from phasewise.errors import UserError
 from phasewise.known.corpus import sources
+from phasewise.model.tokenizer import begun
 
 QUARTERS = 4
 TRAINED_ON = ("debugger",)  # topics whose text is in a library file too, one that is not held out
@@ -64,7 +65,7 @@ def long_loss(name: str, window: TextWindow, subject: Subject, rng: Random, exam
     nats, bits, last = [], [], []
     for number in range(examples):
         start = int((number + rng.random()) / examples * (len(ids) - own))
-        tokens = [*subject.text.begin, *ids[start : start + own]]
+        tokens = begun(ids[start : start + own], subject.text.begin)
         found = subject.losses(tokens, window.stretches)
         nats.append(statistics.fmean(found))
         bits.append(per_byte(nats[-1], subject.text, [tokens[at] for stretch in window.stretches for at in stretch]))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phasewise.bench.quality import Generate, TextCodec
+from phasewise.model.tokenizer import begun
 
 Offer = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], list[int]]
 """The prompt for a conversation (messages) with tools."""
@@ -33,4 +34,4 @@ class Subject:
         """The prompt for a question; without a chat template it is a text that goes on with how an answer begins."""
         if self.chats:
             return self.text.chat([{"role": "user", "content": question}])
-        return [*self.text.begin, *self.text.encode(f"{question} {answer}")]
+        return begun(self.text.encode(f"{question} {answer}"), self.text.begin)

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from phasewise.bench.forced import STRETCH, Forced, ForcedTokens, write
-from phasewise.bench.prompts import text_prompts
+from phasewise.bench.prompts import begin_of, text_prompts
 from phasewise.kv.blocks import SIDES, BlockCodec, BlockCut
 from phasewise.kv.buffer import KVShape
 from phasewise.reproduce import loads
 from phasewise.reproduce.lab import Lab
 from phasewise.reproduce.play import PlayedRun
 from phasewise.reproduce.system import Case, Setting
-from phasewise.reproduce.workload import code_ids
+from phasewise.reproduce.workload import code_ids, stretch_to
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 
@@ -54,7 +54,7 @@ def reads(run: PlayedRun) -> int:
 def rows_of_a_prompt(lab: Lab, length: int = 1024, model: str = "pocket") -> list[tuple[Tensor, Tensor]]:
     """Keys and values of some code on a model, layer by layer, float32 [H, n, D]."""
     with lab.engine(Setting(model=model)) as engine:
-        prompt = text_prompts(code_ids(model), lab.scale.seed)(length)
+        prompt = text_prompts(code_ids(model), lab.scale.seed, begin_of(model))(length)
         request = Request(prompt, Params(max_tokens=2, ignore_eos=True))
         engine.add(request)
         while request.prefilling:
@@ -83,7 +83,7 @@ def written(lab: Lab, setting: Setting, stretches: int, dtype: str | None = None
     ids, context = code_ids(), lab.model("pocket").config.max_positions // 2
     count = 2 if lab.scale.quick else stretches
     ends = [context + i * (len(ids) - context) // count for i in range(count)]
-    texts, forced = [ids[end - context : end] for end in ends], Forced()
+    texts, forced = [stretch_to(end, context) for end in ends], Forced()
     with lab.engine(setting, dtype=dtype, sample=forced) as engine:
         return write(engine, forced, [(text, len(text) - 4 * STRETCH) for text in texts])
 

@@ -38,7 +38,7 @@ def family(prefix: int, common: bool = True) -> Load:
         shared = asked.code(length)
         beginnings = [shared if common else asked.code(length) for _ in range(BATCH)]
         return [
-            LoadEntry(beginning + asked.code(OWN), asked.size(64, 16), shared=length * common)
+            LoadEntry(beginning + asked.piece(OWN), asked.size(64, 16), shared=length * common)
             for beginning in beginnings
         ]
 

@@ -65,7 +65,7 @@ def edits(*at: float) -> Load:
         length = asked.size(LENGTH, 256)
         text, now, last = asked.code(length), list[int](), 0
         for place in (int(length * share) for share in at):
-            now += text[last:place] + asked.code(FRESH)
+            now += text[last:place] + asked.piece(FRESH)
             last = place + GONE
         return [LoadEntry(text, 1), LoadEntry(now + text[last:], NEW, after=1, edits=0)]
 

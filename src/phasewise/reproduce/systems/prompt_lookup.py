@@ -21,8 +21,7 @@ def passes(case: Case, run: PlayedRun) -> float:
 
 def repeating(asked: PromptSource) -> list[LoadEntry]:
     """A text of forty tokens of source, again and again: a model that copies goes on with it."""
-    text = asked.code(40)
-    return [LoadEntry(text * 6, 200)]
+    return [LoadEntry(asked.begun(asked.piece(40) * 6), 200)]
 
 
 SYSTEM = System(

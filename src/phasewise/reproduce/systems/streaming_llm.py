@@ -16,7 +16,7 @@ from phasewise.reproduce.lab import Lab
 from phasewise.reproduce.play import LoadEntry, play
 from phasewise.reproduce.stranger import lead
 from phasewise.reproduce.system import Attempt, AttemptOutcome, Counter, Paper, Quality, Saving, Setting, System, Timing
-from phasewise.reproduce.workload import STRANGER, PromptSource, code_ids
+from phasewise.reproduce.workload import STRANGER, PromptSource, code_ids, stretch_to
 
 SINKS, WINDOW, TIMES = 4, 252, 20
 FLAT = 0.05  # nats per token
@@ -55,7 +55,7 @@ def flat(lab: Lab) -> AttemptOutcome:
     ends = [times * context + i * (len(ids) - times * context) // stretches for i in range(stretches)]
 
     def losses(setting: Setting, contexts: int) -> list[float]:
-        texts, forced = [ids[end - contexts * context : end] for end in ends], Forced()
+        texts, forced = [stretch_to(end, contexts * context) for end in ends], Forced()
         with lab.engine(setting, sample=forced) as engine:
             written = write(engine, forced, [(text, len(text) - STRETCH) for text in texts])
         return [statistics.fmean(each.nats) for each in written]
@@ -75,7 +75,7 @@ def dense(lab: Lab) -> AttemptOutcome:
     ends = [BEYOND * context + i * (len(ids) - BEYOND * context) // stretches for i in range(stretches)]
 
     def nats(contexts: int) -> list[float]:
-        texts, forced = [ids[end - contexts * context : end] for end in ends], Forced()
+        texts, forced = [stretch_to(end, contexts * context) for end in ends], Forced()
         far, methods = reaching(model, contexts * context), {**parse({}), "sample": forced}
         engine = Builder(far, methods, Limits(prefix_cache=False), load=lab.model).build()
         written = write(engine, forced, [(text, len(text) - STRETCH) for text in texts])

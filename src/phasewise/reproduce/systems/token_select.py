@@ -28,7 +28,7 @@ from phasewise.reproduce.system import (
     System,
     Timing,
 )
-from phasewise.reproduce.workload import STRANGER, code_ids, examples, pocket_text
+from phasewise.reproduce.workload import STRANGER, code_ids, examples, pocket_text, stretch
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 
@@ -72,7 +72,7 @@ def used_again(lab: Lab) -> AttemptOutcome:
     """Lists made for what follows four stretches of code, and the bytes read for it, with and without a threshold."""
     rng, ids = Random(f"{lab.scale.seed} again"), list(code_ids())
     starts = [rng.randrange(len(ids) - STRETCH) for _ in range(1 if lab.scale.quick else 4)]
-    entries = [LoadEntry(ids[start : start + STRETCH], 8 if lab.scale.quick else SAID) for start in starts]
+    entries = [LoadEntry(stretch(start, STRETCH), 8 if lab.scale.quick else SAID) for start in starts]
     anew, again = (lab.play(setting, entries, "pocket") for setting in (ANEW, AGAIN))
     made = again.work.choices / anew.work.choices
     saved = 1 - sum(step.read for step in again.decoding) / sum(step.read for step in anew.decoding)

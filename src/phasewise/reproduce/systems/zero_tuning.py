@@ -92,7 +92,7 @@ SYSTEM = System(
     ),
     timings=(Timing("time per token at 512 tokens", 1.0, tokens=512, price=True),),
     note="Heads and factor were chosen by `phasewise train artefact attend.zero_tuning` on fresh draws of the training "
-    "mixture. The pocket model has no BOS token: its texts begin with whatever comes first. Those of smollm2 begin "
-    "with the same tokens whenever they are conversations, and heads and factor were chosen on these: source becomes "
-    "less likely with them.",
+    "mixture. Texts of the pocket model begin with its BOS token, <|begin|>. Those of smollm2 begin with the same "
+    "tokens whenever they are conversations, and heads and factor were chosen on these: source becomes less likely "
+    "with them.",
 )  # fmt: skip
