@@ -57,7 +57,7 @@ arrivals = st.builds(
 )
 
 
-@settings(max_examples=7, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     st.lists(arrivals, min_size=1, max_size=7),
     st.sampled_from(SCHEDULES),

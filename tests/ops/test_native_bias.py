@@ -94,20 +94,20 @@ def test_few_rows_equal_the_twin(draw: int, sets: list[str]) -> None:
     shape = some.choice(SHAPES)
     torch.manual_seed(some.getrandbits(32))
     for softcap in (None, 3.0):
-        for seen in (SIGHTS[0], some.choice(SIGHTS[1:])):
-            batch = [make(shape, *size, kind, rounded, seen) for size in SIZES]
-            if not seen.window:
-                batch += [tree(make(shape, 9, n, kind, rounded)) for n in (9, 200, 1500)]
-            plain = without(make(shape, 3, 90, kind, rounded))
-            want = torch.cat([twin(few, softcap) for few in batch])
-            for target in sets:
-                with running(target, spans):
-                    out, _ = spans.attend([*batch, plain], SCALE, softcap=softcap)
-                    alone = spans.attend([plain], SCALE, softcap=softcap)[0]
-                    assert torch.equal(out[-3:], alone), "a mate's bias was added"
-                    close(out[:-3], want)
-            off = torch.cat([twin(few, softcap, bias=False) for few in batch]) - want
-            assert off.abs().max() > 0.1, "it matters, or the test tests little"
+        seen = SIGHTS[0] if (softcap is None) == (draw < 2) else some.choice(SIGHTS[1:])
+        batch = [make(shape, *size, kind, rounded, seen) for size in SIZES]
+        if not seen.window:
+            batch += [tree(make(shape, 9, n, kind, rounded)) for n in (9, 200, 1500)]
+        plain = without(make(shape, 3, 90, kind, rounded))
+        want = torch.cat([twin(few, softcap) for few in batch])
+        for target in sets:
+            with running(target, spans):
+                out, _ = spans.attend([*batch, plain], SCALE, softcap=softcap)
+                alone = spans.attend([plain], SCALE, softcap=softcap)[0]
+                assert torch.equal(out[-3:], alone), "a mate's bias was added"
+                close(out[:-3], want)
+        off = torch.cat([twin(few, softcap, bias=False) for few in batch]) - want
+        assert off.abs().max() > 0.1, "it matters, or the test tests little"
 
 
 @pytest.mark.parametrize(("draw", "sets"), drawn(4))
@@ -117,7 +117,7 @@ def test_slices_of_prompts_equal_the_twin(draw: int, sets: list[str]) -> None:
     shape = some.choice(SHAPES)
     torch.manual_seed(some.getrandbits(32))
     for seen in (SIGHTS[0], some.choice(SIGHTS[1:])):
-        for rows, n in [(1, 1), (2, 300), (65, 65), (97, 1000), (300, 611)]:
+        for rows, n in [(1, 1), (2, 300), (65, 65), (97, 1000) if seen.window else (300, 611)]:
             few = make(shape, rows, n, kind, rounded, seen)
             want, want_capped = twin(few), twin(few, 3.0)
             for target in sets:

@@ -193,9 +193,8 @@ def test_slices_of_prompts(number: int, sets: list[str]) -> None:
         (1, 1),
         (2, 300),
         (65, 65),
-        (97, 1000),
-        (300, 611),
-        *((draw.randint(1, 99), 300) for _ in range(3)),
+        (97, 1000) if number % 2 else (300, 611),
+        (draw.randint(1, 99), 300),
     ]:
         lying = replace(made(shape, rows, n, kind, draw), rounded=rounded)
         want, tolerance = twin(lying, kind), 2e-2 if kind == torch.bfloat16 else 1e-5

@@ -46,7 +46,7 @@ def wait_until_closed(server: Server) -> None:
     end = time.monotonic() + PATIENCE
     while time.monotonic() < end:
         try:
-            httpx.get(f"{server.url}/health", timeout=5)
+            httpx.get(f"{server.url}/health", timeout=5, verify=False)
         except httpx.TransportError:
             return
         time.sleep(0.01)

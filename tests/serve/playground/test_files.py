@@ -17,7 +17,7 @@ TEXTS = {path.name: path.read_text() for path in STATIC.iterdir()}
 
 
 def get(server: Server, path: str, **headers: str) -> httpx.Response:
-    return httpx.get(f"{server.url}{path}", headers=headers, timeout=PATIENCE)
+    return httpx.get(f"{server.url}{path}", headers=headers, timeout=PATIENCE, verify=False)
 
 
 def test_every_file_is_served_as_it_is(server: Server) -> None:
