@@ -126,7 +126,8 @@ class Store:
         if kv.drawers is not None:
             kv.drawers.book(layers)
         if self.tree is not None:
-            kv.nodes = self.tree.match(request.tokens[: max(0, self._matched(request))])
+            most = min(request.cacheable, request.prompt_len - self.sharing.private)
+            kv.nodes = self.tree.match(request.tokens[: max(0, most)])
             moved = self.tree.copy_into(kv.nodes, layers)
             self.counters.kv_bytes_moved += moved
             hit = sum(node.rows for node in kv.nodes)
@@ -134,14 +135,6 @@ class Store:
             request.computed = kv.reused = hit
             kv.changed()
         return kv
-
-    def _matched(self, request: Request) -> int:
-        """How many rows of its prompt it may take from others: where tokens are scored, the rows before them are
-        computed."""
-        most, params = request.prompt_len - self.sharing.private, request.params
-        if params.pooling is not None:  # `last` needs one row only, but one way to count them is enough
-            return 0
-        return most if params.prompt_logprobs is None else min(most, params.scored_from - 1)
 
     def leave(self, request: Request, dense: bool) -> None:
         """Keep the request's KV for others, if it is plain, and what it shares with nobody: a row for every token, in

@@ -103,6 +103,14 @@ class Request:
         """Tokens it can ever hold."""
         return self.prompt_len + self.params.max_tokens
 
+    @property
+    def cacheable(self) -> int:
+        """How many rows of its prompt may come from a prefix cache, by what it asks: none if it asks for a vector,
+        those before the first scored token if it asks for its prompt's log-probabilities, otherwise all."""
+        if self.params.pooling is not None:  # `last` needs one row only, but one way to count them is enough
+            return 0
+        return self.prompt_len if self.params.prompt_logprobs is None else self.params.scored_from - 1
+
     # ---- what schedulers may know besides (schedule.Job)
     @property
     def arrived(self) -> float:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from phasewise.ops.native import library, suffixes
+from phasewise.methods.draft._automaton_native import NativeSuffixAutomaton, Odds
+from phasewise.ops.native import library
 
 MARKED = 32  # matches of one text's end whose position is brought up to date with each token
 
 
-def automaton() -> SuffixAutomaton | suffixes.Automaton:
-    """An empty one, by the kernels where there are any."""
-    return SuffixAutomaton() if library() is None else suffixes.Automaton()
+def automaton() -> SuffixAutomaton | NativeSuffixAutomaton:
+    """Returns an empty automaton: the native one where there are kernels."""
+    return SuffixAutomaton() if library() is None else NativeSuffixAutomaton()
 
 
 class SuffixAutomaton:
@@ -108,7 +109,7 @@ class SuffixAutomaton:
             match = self._length[state]
         return None
 
-    def chain(self, most: int, shortest: int, least: float, odds: suffixes.Odds) -> tuple[list[int], list[float]]:
+    def chain(self, most: int, shortest: int, least: float, odds: Odds) -> tuple[list[int], list[float]]:
         """At most `most` tokens that go on, each the latest of those that followed the longest match of at least
         `shortest`, as long as all of them together are as likely as `least`; and how likely each is."""
         tokens, likely, reached, (state, match) = list[int](), list[float](), 1.0, self.end

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from phasewise.errors import UserError
 from phasewise.methods.draft._automaton import SuffixAutomaton, automaton
+from phasewise.methods.draft._automaton_native import NativeSuffixAutomaton, Odds
 from phasewise.methods.draft._earlier import BREAK, Cursor, Earlier, Place
-from phasewise.ops.native import suffixes
 from phasewise.request.request import Request
 from phasewise.step.phase import Hidden
 from phasewise.step.span import Span
@@ -80,7 +80,7 @@ class Suffixes(Drafter):
         self.knobs, self.least = knobs, knobs.least
         self.shared = knobs.scope == "engine"
         self.chains = not self.shared and knobs.branches == 1
-        self.odds = suffixes.Odds(ONLY, LATEST, knobs.nodes)
+        self.odds = Odds(ONLY, LATEST, knobs.nodes)
         self.earlier = Earlier()
 
     def size(self, request: Request) -> int:
@@ -175,7 +175,7 @@ class Suffixes(Drafter):
 
 @dataclass(slots=True)
 class _Text:
-    own: SuffixAutomaton | suffixes.Automaton
+    own: SuffixAutomaton | NativeSuffixAutomaton
     cursors: list[Cursor] = field(default_factory=list)  # where it ends in what others were answered
 
     def fork(self) -> _Text:

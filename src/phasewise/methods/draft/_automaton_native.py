@@ -1,4 +1,4 @@
-"""A suffix automaton in native calls: a text is read, and gone on with, without Python between its tokens."""
+"""The suffix automaton of `_automaton.py` by the kernels: no Python runs between the tokens of a text that is read."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ STATES, EDGES = 2, 3  # of a token, at most; two and four more
 
 
 class Odds:
-    """Chances of a token that followed so many that match (the last entry: more), by its kind: if nothing
-    `only` else followed them, or as the `latest` of several. With room for an answer: not for two threads at once."""
+    """The chance of a token to come next, by how many tokens before it match (the last entry: as many or more): `only`
+    if nothing else ever followed these, `latest` if it is the latest of several. An instance has room for one answer,
+    so two threads may not use it at once."""
 
     def __init__(self, only: Sequence[float], latest: Sequence[float], most: int) -> None:
         """`most` tokens at a time."""
@@ -32,14 +33,17 @@ class Odds:
         )  # fmt: skip
 
     def ask(self, most: int, shortest: int, least: float) -> int:
-        """-> the address of a Chain (kernels.h)"""
+        """Returns the address of a Chain (kernels.h) that asks for at most `most` tokens; see `chain`."""
         assert most <= len(self.tokens)
         self._chain.most, self._chain.shortest, self._chain.least = most, shortest, least
         return self._chain.address
 
 
-class Automaton:
-    """The suffix automaton of `methods/draft/_automaton.py`, for tokens from 0 to 2^31 - 1. Needs kernels."""
+class NativeSuffixAutomaton:
+    """`SuffixAutomaton` in native calls, for tokens from 0 to 2^31 - 1. Needs kernels (ops/native/suffixes.cpp).
+
+    States and edges are int32 columns that grow with the text. It has the members that drafters from one text need.
+    """
 
     __slots__ = ("_edges", "_room", "_states", "_struct", "_table")
 
@@ -61,8 +65,8 @@ class Automaton:
         """Length of the longest suffix of the text that has ended before."""
         return int(self._kernels().suffixes_match(self._struct.address))
 
-    def fork(self) -> Automaton:
-        twin = Automaton.__new__(Automaton)
+    def fork(self) -> NativeSuffixAutomaton:
+        twin = NativeSuffixAutomaton.__new__(NativeSuffixAutomaton)
         of = self._struct
         twin._room = self._room
         twin._struct = SuffixesStruct(states=of.states, edges=of.edges, last=of.last, n=of.n)
@@ -71,7 +75,7 @@ class Automaton:
         return twin
 
     def read(self, tokens: Sequence[int]) -> None:
-        """The text grows."""
+        """Appends tokens to the text."""
         if self.n + len(tokens) > self._room:
             self._grow(max(2 * self._room, self.n + len(tokens)))
         more = array("q", tokens)
@@ -98,7 +102,7 @@ class Automaton:
         return kernels
 
     def _grow(self, room: int) -> None:
-        """Room for so many tokens."""
+        """Makes room for a text of so many tokens."""
         self._room = room
         self._states = _wider(self._states, STATES * room + 2)
         self._edges = _wider(self._edges, EDGES * room + 4)
@@ -107,7 +111,7 @@ class Automaton:
         self._kernels().suffixes_place(self._struct.address)
 
     def _point(self) -> None:
-        """Tell the structure where everything lies."""
+        """Writes the addresses of all columns into the structure."""
         for names, columns in ((OF_STATE, self._states), (OF_EDGE, self._edges)):
             for name, column in zip(names, columns):
                 setattr(self._struct, name, column.ctypes.data)

@@ -10,16 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.methods.draft._automaton import SuffixAutomaton
+from phasewise.methods.draft._automaton_native import FIRST, NativeSuffixAutomaton, Odds
 from phasewise.methods.draft.suffix_decoding import LATEST, ONLY
 from phasewise.ops.native import library
-from phasewise.ops.native.suffixes import FIRST, Automaton, Odds
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no kernels were built for this processor")
 
 ODDS = Odds(ONLY, LATEST, 200)
 
 
-def said(text: SuffixAutomaton | Automaton, most: int = 24, shortest: int = 1, least: float = 0.05) -> object:
+def said(
+    text: SuffixAutomaton | NativeSuffixAutomaton, most: int = 24, shortest: int = 1, least: float = 0.05
+) -> object:
     return text.chain(most, shortest, least, ODDS)
 
 
@@ -30,7 +32,7 @@ def said(text: SuffixAutomaton | Automaton, most: int = 24, shortest: int = 1, l
     least=st.floats(1e-9, 0.5),
 )
 def test_it_goes_on_as_the_plain_one(pieces: list[list[int]], most: int, shortest: int, least: float) -> None:
-    native, plain = Automaton(), SuffixAutomaton()
+    native, plain = NativeSuffixAutomaton(), SuffixAutomaton()
     assert said(native) == said(plain) == ([], [])
     for piece in pieces:
         native.read(piece)
@@ -47,7 +49,7 @@ def test_long_texts_grow_out_of_their_room(kinds: int) -> None:
     rng = random.Random(kinds)
     tokens = [rng.randrange(kinds) for _ in range(3 * FIRST)]
     tokens += tokens[FIRST : 2 * FIRST] + [rng.randrange(kinds) for _ in range(FIRST)] + tokens[:FIRST]
-    native, plain = Automaton(), SuffixAutomaton()
+    native, plain = NativeSuffixAutomaton(), SuffixAutomaton()
     for at in range(0, len(tokens), 97):
         native.read(tokens[at : at + 97])
         plain.read(tokens[at : at + 97])
@@ -56,7 +58,7 @@ def test_long_texts_grow_out_of_their_room(kinds: int) -> None:
 
 
 def test_a_fork_goes_its_own_way() -> None:
-    native, plain = Automaton(), SuffixAutomaton()
+    native, plain = NativeSuffixAutomaton(), SuffixAutomaton()
     for text in (native, plain):
         text.read([1, 2, 3, 1, 2, 4, 1, 2])
     twin, again = native.fork(), plain.fork()
@@ -73,9 +75,9 @@ def test_reading_is_far_faster_than_the_plain_one() -> None:
     rng = random.Random(0)
     tokens = [rng.randrange(200) for _ in range(4000)]
 
-    def seconds(make: type[SuffixAutomaton] | type[Automaton]) -> float:
+    def seconds(make: type[SuffixAutomaton] | type[NativeSuffixAutomaton]) -> float:
         start = time.process_time()
         make().read(tokens)
         return time.process_time() - start
 
-    assert min(seconds(Automaton) for _ in range(5)) * 5 < min(seconds(SuffixAutomaton) for _ in range(3))
+    assert min(seconds(NativeSuffixAutomaton) for _ in range(5)) * 5 < min(seconds(SuffixAutomaton) for _ in range(3))
