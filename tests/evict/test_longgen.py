@@ -81,7 +81,7 @@ def test_what_is_freed_is_what_the_mask_hides(knobs: dict[str, Any]) -> None:
     )
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=5), st.integers(1, 140), st.sampled_from([WINDOW, STRIDED]))
 def test_chunks_equal_single_steps(sizes: list[int], prompt: int, knobs: dict[str, Any]) -> None:
     """Prompt or not, in one span or many, before and after rows are really dropped."""

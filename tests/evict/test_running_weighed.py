@@ -132,7 +132,7 @@ def scratch(own: ScorePiece) -> int:
     return 4 * widest * own.room.share * (heads_q // heads)
 
 
-@pytest.mark.parametrize("name", seeds.params(METHODS, 2, "weighed", always=["h2o", "keyformer"]))
+@pytest.mark.parametrize("name", seeds.params(METHODS, 0, "weighed", always=["h2o", "keyformer"]))
 def test_whole_steps_leave_what_the_open_path_leaves(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores, and how many are gone, token after token, with several rows at once in between."""
     (one, runtime), (other, plain), made = walked(name), walked(name), passes(monkeypatch)

@@ -63,7 +63,7 @@ def test_text_positions_fail_that_test_and_are_masks_only() -> None:
     torch.testing.assert_close(got, walk(tiny.model(), tokens, [], evict=truth), **CLOSE)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=5), st.integers(1, 140), st.sampled_from(["cache", "text"]))
 def test_chunks_equal_single_steps(sizes: list[int], prompt: int, positions: str) -> None:
     """Prompt or not, in one span or many, before and after rows are really dropped."""

@@ -63,7 +63,7 @@ def said(request: Request) -> bool:
     return request.kv is not None and any(slab.said for layer in request.kv.layers for slab in layer.slabs)
 
 
-@pytest.mark.parametrize(("name", "knobs", "store"), seeds.params(TURNS, 3, "positions"), ids=str)
+@pytest.mark.parametrize(("name", "knobs", "store"), seeds.params(TURNS, 2, "positions"), ids=str)
 def test_the_ledger_is_the_bytes_of_all_tensors(name: str, knobs: dict[str, object], store: str) -> None:
     """Of slices of prompts, of forks, after preemptions, until all have left: and some rows have positions to say."""
     made, seen, turns = engine({**verbs(name, knobs, store), **SLICES}), [False], [0]

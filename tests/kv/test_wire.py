@@ -85,7 +85,7 @@ def steps(dumped: Dump, level: int) -> list[tuple[torch.Tensor, int]]:
     return found
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     st.integers(1, 70), st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 16, 64]), st.sampled_from([1, 10]),
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.booleans(),

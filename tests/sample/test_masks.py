@@ -40,7 +40,7 @@ def line_of(expression: Expr, words: Words) -> GrammarState:
     return GrammarState(Grammars(words).get({"regex": expression.text()}), words, 0)
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=50)
 @given(EXPRESSIONS, WORDS, st.data())
 def test_masks_are_those_of_an_automaton(expression: Expr, longer: list[bytes], data: st.DataObject) -> None:
     """Along a text, and at every node of a tree of guesses below it, in any order. Where the next byte is forced, a
