@@ -20,7 +20,7 @@ from tests.kv.harness import sliding
 from tests.watched import passes
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no native kernels, so no native step")
-PROMPT, TOKENS = 330, 80
+PROMPT, TOKENS = 330, 56
 SOME = ["rlkv:share=0.6,sinks=3,window=25,weights=random:1", "rlkv:share=1.0,sinks=0,window=40,weights=random:1",
         "longgen:sinks=3,window=25,weights=none", "longgen:sinks=0,window=70,full=none,weights=none"]  # fmt: skip
 

@@ -60,6 +60,9 @@ def test_who_looks_halves_the_step_and_no_one_else(verb: str, name: str, monkeyp
             assert whole == 0
 
 
+NEW = 30
+
+
 class Follows(Method, Sample):
     """A `sample` that writes a given text, and keeps the logits."""
 
@@ -80,10 +83,10 @@ class Follows(Method, Sample):
 def written(
     model: Model, verbs: dict[str, str | None], text: Sequence[int], then: Callable[[], None] | None = None
 ) -> tuple[Tensor, int]:
-    """Logits of 50 tokens of a text after a prompt of 100, and the bytes of KV that were read."""
+    """Logits of NEW tokens of a text after a prompt of 100, and the bytes of KV that were read."""
     follows = Follows(text, then)
     engine = Bench(model).engine({"schedule": "prefill_first"} | verbs, Limits(prefix_cache=False), sample=follows)
-    tiny.run(engine, [list(text[:100])], tiny.greedy(50))
+    tiny.run(engine, [list(text[:100])], tiny.greedy(NEW))
     return torch.cat(follows.seen), engine.counters.kv_bytes_read
 
 
@@ -107,7 +110,7 @@ def test_rows_with_gaps_are_read_as_the_open_path_reads_them(
     (whole, read), (opened, same), (dense, all_of_it) = (
         logits(natively, evict) for natively, evict in ((True, method), (False, method), (True, "none"))
     )
-    assert len(made) == 2 * 49 and all(each.whole for each in made), "a token took the open path"
+    assert len(made) == 2 * (NEW - 1) and all(each.whole for each in made), "a token took the open path"
     assert read == same < all_of_it / 2
     assert (whole - opened).abs().mean() < 0.05 * (whole - dense).abs().mean(), "more than bfloat16's rounding"
 
@@ -133,7 +136,7 @@ def test_who_looks_at_heads_of_unequal_length_halves_the_step(
         logits(*each) for each in ((True, method), (False, method), (True, "none"))
     )
     end = 2 * model.config.layers
-    assert [each.stops for each in made[:49]] == [[*(range(1, end, 2) if asked else ()), end]] * 49
+    assert [each.stops for each in made[: NEW - 1]] == [[*(range(1, end, 2) if asked else ()), end]] * (NEW - 1)
     assert read == same if asked else read < 0.7 * same, "keys are read once, not twice"
     assert (native_step - opened).abs().mean() < 0.2 * (native_step - dense).abs().mean(), "more than rounding"
 

@@ -30,7 +30,7 @@ def test_those_that_wait_are_taken_by_priority_and_then_as_they_came() -> None:
 def test_the_least_important_makes_way_and_nobody_gets_other_tokens() -> None:
     """Room for two of three: the one that came first is the one that goes."""
     engine = tiny.engine(kv_bytes=5 * 64 * ROW)
-    requests = [asked([7 + i] * 40, priority, new=80) for i, priority in enumerate((5, 0, 0))]
+    requests = [asked([7 + i] * 40, priority, new=60) for i, priority in enumerate((5, 0, 0))]
     waited: set[int] = set()
     for request in requests:
         engine.add(request)
@@ -42,4 +42,4 @@ def test_the_least_important_makes_way_and_nobody_gets_other_tokens() -> None:
         waited |= {i for i, request in enumerate(requests) if request in engine.waiting and request.n_out}
     assert waited == {0}
     for request in requests:
-        assert request.out == oracle.greedy(tiny.checkpoint(), request.tokens[:40], 80)[0]
+        assert request.out == oracle.greedy(tiny.checkpoint(), request.tokens[:40], 60)[0]
