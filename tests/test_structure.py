@@ -128,6 +128,8 @@ def without(source: str, *, assigned: tuple[str, ...] = (), docstrings: bool = F
 def named(source: str, names: set[str]) -> list[str]:
     """Lines with one of these names as a word, comments included; `semi_pd` is also semi-PD and `layered` Layered."""
     words = re.compile(r"\b(" + "|".join(name.replace("_", "[ _-]?") for name in sorted(names)) + r")\b", re.IGNORECASE)
+    if not re.search(words.pattern, source.lower()):  # far quicker than to ignore case
+        return []
     return [f"{i}: {line.strip()}" for i, line in enumerate(source.splitlines(), 1) if words.search(line)]
 
 
