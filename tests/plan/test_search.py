@@ -66,6 +66,7 @@ def test_workers_of_one_machine_divide_its_cores() -> None:
     found = places(2, machine=True)
     assert found == ["colocated", "disaggregated:prefill=1,decode=1", "semi_pd", "splitwise:prompt=1,token=1"]
     asked = question(SLO(0.6, None))
+    asked = replace(asked, load=replace(asked.load, requests=40))
     machine = replace(asked, source=lambda choice: replace(asked.source(choice), machine=True))
     best = search(SearchSpace(1, found, ("sarathi:budget=256",)), machine, prune=False)
     assert {one.choice.place for one in best} == {*found} and {one.devices for one in best} == {1}
