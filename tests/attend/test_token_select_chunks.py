@@ -133,7 +133,7 @@ def test_short_texts_and_endless_budgets_are_dense(positions: str) -> None:
 
 def test_prompts_beyond_the_context_go_on_as_lists() -> None:
     """As by the book, with no row further away than a list and a chunk are long; places in the text end with it."""
-    model = tiny.model(layers=2, context=256)
+    model = tiny.model(layers=2, context=128)
     context = model.config.max_positions
     prompt = tiny.prompts(context + 90)[0]
     placed = tiny.engine(spelled("list", chunk=32, k=40), of=model)

@@ -38,7 +38,7 @@ def test_the_score_is_the_mean_of_exponentials_over_gaussian_queries_rotated_ahe
         own = queries[:, head]
         centred = own - own.mean(0)
         root = torch.linalg.cholesky((centred.T @ centred / len(own)).double() + 1e-9 * torch.eye(dim))
-        drawn = own.mean(0).double() + torch.randn(200_000, dim, generator=gen).double() @ root.T
+        drawn = own.mean(0).double() + torch.randn(80_000, dim, generator=gen).double() @ root.T
         turned = sum(placed.model.rotate(1, drawn.float(), end + j).double() for j in range(16)) / 16
         scale = config.attention[1].scale
         shares = (scale * turned @ keys[head // (config.heads // heads)].double().T).exp().mean(0)

@@ -99,7 +99,7 @@ def test_trees_across_a_border(codec: Codec) -> None:
 
 
 @CODECS
-@settings(max_examples=6, deadline=None, suppress_health_check=FIXTURES)
+@settings(max_examples=3, deadline=None, suppress_health_check=FIXTURES)
 @given(st.data())
 def test_forks_dumps_and_the_ledger(codec: Codec, data: st.DataObject) -> None:
     """Whatever forks, is dumped, loaded and closed: rows are read alike, and the ledger has the bytes of all."""

@@ -228,7 +228,7 @@ class Lives(RuleBasedStateMachine):
 
 
 TestLives = Lives.TestCase
-TestLives.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
+TestLives.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)
 
 
 def test_heads_of_equal_length_share_a_slab() -> None:

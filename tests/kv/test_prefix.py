@@ -115,7 +115,7 @@ class Requests(RuleBasedStateMachine):
 
 
 TestRequests = Requests.TestCase
-TestRequests.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
+TestRequests.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)
 
 
 def open_store(blocks: int = 100) -> Store:

@@ -39,7 +39,7 @@ MATES = {
     "fast": {"draft": "prompt_lookup:k=3", "verify": "match"},
     "window": {"evict": "streaming:sinks=2,window=10"},
 }
-N = 10  # tokens of a request
+N = 8  # tokens of a request
 PROMPTS = tiny.prompts(50, 20, 33, 26, 41)
 WHOLE, PLACE = "prefill_first", "disaggregated:local=24"  # prompts of up to 24 tokens are decoded where they are
 GREEDY = Params(N, ignore_eos=True)

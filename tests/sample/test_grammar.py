@@ -181,17 +181,17 @@ def test_sampled_tokens_have_the_constrained_distribution() -> None:
     drafts = {"draft": f"draft_model:model={other()},k=2"}
     for verbs in ({}, drafts):
         requests = tiny.run(
-            engine(verbs, max_running=1000), [prompt] * 600, [replace(params, seed=seed) for seed in range(600)]
+            engine(verbs, max_running=1000), [prompt] * 400, [replace(params, seed=seed) for seed in range(400)]
         )
         drawn = [tuple(request.out) for request in requests]
         assert set(drawn) <= set(chances)
-        cells = [cell for cell, chance in chances.items() if chance * 600 >= 5]
+        cells = [cell for cell, chance in chances.items() if chance * 400 >= 5]
         rest = 1 - sum(chances[cell] for cell in cells)
         observed = [drawn.count(cell) for cell in cells]
-        expected = [600 * chances[cell] for cell in cells]
+        expected = [400 * chances[cell] for cell in cells]
         if rest > 1e-9:
-            observed.append(600 - sum(observed))
-            expected.append(600 * rest)
+            observed.append(400 - sum(observed))
+            expected.append(400 * rest)
         assert stats.chisquare(observed, expected).pvalue > 1e-3
 
 

@@ -128,11 +128,11 @@ MODELS = [tiny.model(layers=6), sliding(24, 4), mixed(20)]
 )
 def test_equals_the_slow_twin(model: Model, revive: bool) -> None:
     """Sets of tokens, keys and values, who waits, and logits, at every step."""
-    text = tiny.prompts(72)[0]
+    text = tiny.prompts(48)[0]
     runtime = lazy(model, revive=revive)
-    one, slow = over(model, text[:60], runtime), Slow(model, runtime.knobs)
+    one, slow = over(model, text[:38], runtime), Slow(model, runtime.knobs)
     came = 0
-    for step, tokens in enumerate([text[:60], *([token] for token in text[60:])]):
+    for step, tokens in enumerate([text[:38], *([token] for token in text[38:])]):
         before = len(slow.pairs)
         torch.testing.assert_close(one.feed(tokens)[-1], slow.feed(tokens), **CLOSE)
         came += len(slow.pairs) - before - model.config.layers if step else 0
