@@ -5,7 +5,7 @@
 The quick tier has every law of every method, and tests of each part. What is thorough holds the same over more: other
 combinations, instruction sets, formats and settings, real processes for longer. A new test belongs here if it takes
 many seconds and something quicker would find most of what it finds. Of laws over many combinations a run takes a
-sample, another one every day (`tests/seeds.py`).
+sample, another one every day (`tests/seeds.py`), and so does the quick tier of the cases that `SAMPLED` names.
 """
 
 from __future__ import annotations
