@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "phasewise" / "verbs"
 PAGES = ROOT / "docs" / "verbs"
 WIDTH = 110  # of a line outside tables
+SLOT = SOURCE / "slot.py"  # what runtimes of several verbs have in common
 SHARED = "host"  # what methods of every verb share has a page as well
 KEPT: Any = {"break_long_words": False, "break_on_hyphens": False}
 Documented = ast.ClassDef | ast.FunctionDef
@@ -34,8 +35,9 @@ def page(name: str) -> str:
     if name != SHARED:
         lines += [*_methods(name), ""]
     parts = [node for node in tree.body if isinstance(node, Documented) and not node.name.startswith("_")]
-    contracts = [node for node in parts if _is_protocol(node)]
-    others = [node for node in parts if not _is_protocol(node)]
+    contracts = [node for node in parts if _is_contract(node)]
+    others = [node for node in parts if not _is_contract(node)]
+    contracts += [base for node in contracts for base in _shared_bases(node)]
     for title, nodes in (("What it asks", contracts), ("What its family shares", others)):
         if nodes:
             lines += [f"## {title}", ""]
@@ -63,8 +65,20 @@ def _methods(verb: str) -> list[str]:
     return lines
 
 
-def _is_protocol(node: ast.AST) -> bool:
-    return isinstance(node, ast.ClassDef) and any("Protocol" in ast.unparse(base) for base in node.bases)
+def _is_contract(node: ast.AST) -> bool:
+    return isinstance(node, ast.ClassDef) and any(ast.unparse(base) in ("ABC", "Protocol") for base in node.bases)
+
+
+def _shared_bases(node: Documented) -> list[ast.ClassDef]:
+    """The classes of `verbs/slot.py` that a contract inherits from, the nearest first."""
+    known = {
+        each.name: each for each in ast.parse(SLOT.read_text(encoding="utf-8")).body if isinstance(each, ast.ClassDef)
+    }
+    found: list[ast.ClassDef] = []
+    for base in node.bases if isinstance(node, ast.ClassDef) else ():
+        if isinstance(base, ast.Name) and base.id in known:
+            found += [known[base.id], *_shared_bases(known[base.id])]
+    return found
 
 
 def _described(node: Documented) -> Iterator[str]:
@@ -73,9 +87,11 @@ def _described(node: Documented) -> Iterator[str]:
         yield from (f"### `{_signature(node)}`", "", ast.get_docstring(node) or "", "")
         return
     yield from (f"### `{node.name}`", "", ast.get_docstring(node) or "", "")
-    for part in node.body:
+    for part, behind in zip(node.body, [*node.body[1:], None]):
         if isinstance(part, ast.AnnAssign):
-            yield f"- `{ast.unparse(part.target)}: {ast.unparse(part.annotation)}`"
+            said = behind.value.value if isinstance(behind, ast.Expr) and isinstance(behind.value, ast.Constant) else ""
+            text = " ".join(str(said).split())
+            yield f"- `{ast.unparse(part.target)}: {ast.unparse(part.annotation)}`" + (f": {text}" if text else "")
         elif isinstance(part, ast.FunctionDef) and not (part.name.startswith("_") and part.name != "__call__"):
             text = " ".join((ast.get_docstring(part) or "").split())
             yield f"- `{_signature(part)}`" + (f": {text}" if text else "")

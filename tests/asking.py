@@ -9,9 +9,10 @@ from torch import Tensor
 from phasewise.step.plan import AttentionPlan, Custom
 from phasewise.step.read import Read
 from phasewise.step.span import Span
+from phasewise.verbs.attend import Attend
 
 
-class Asking:
+class Asking(Attend):
     """Its `__call__` is asked for every span, layer by layer."""
 
     def plan(self, span: Span) -> AttentionPlan:

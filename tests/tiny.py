@@ -168,7 +168,7 @@ def corrected(
 ) -> int:
     """Rows that one engine computes once more because a method asks for that; nobody else's are to be."""
     placed: Any = engine(verbs)
-    if placed.parts.phases[-1].again is None:
+    if placed.parts.phases[-1].attend.again is None:
         return 0
     run(placed, given, params)
     return int(placed.counters.recomputed)

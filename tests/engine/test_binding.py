@@ -25,9 +25,12 @@ from phasewise.step.phase import Hidden, Phase
 from phasewise.step.plan import AttentionPlan, Custom
 from phasewise.step.read import Read
 from phasewise.step.span import Span
+from phasewise.verbs.attend import Attend
 from phasewise.verbs.decode import Decode, Outcome
+from phasewise.verbs.evict import Evict
 from phasewise.verbs.host import Host
 from phasewise.verbs.method import Method
+from phasewise.verbs.skip import Skip
 from phasewise.verbs.traits import Traits
 from tests import oracle, tiny
 from tests.engine.dummies import installed
@@ -48,7 +51,7 @@ class Window(Method):
         return _Window(host.bind(Streaming(2, self.window, "text")))
 
 
-class _Window:
+class _Window(Attend, Evict):
     observes = 0
 
     def __init__(self, inner: Any) -> None:
@@ -131,7 +134,7 @@ class _Owner(Decode):
         return self.own[verb] if chosen is None else Either(self.own[verb], chosen)
 
 
-class Either:
+class Either(Skip):
     """Rows skip a layer where one of two skip methods says so for all of them."""
 
     def __init__(self, *both: Any) -> None:

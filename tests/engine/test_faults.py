@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from phasewise.engine.attempt import isolate
+from phasewise.request.drawer import Drawer
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.step import reference
@@ -182,14 +183,14 @@ def test_a_store_that_cannot_open() -> None:
 
 
 def test_a_drawer_that_cannot_be_closed_gives_its_memory_back_all_the_same() -> None:
-    class Drawer:
+    class Stuck(Drawer):
         def close(self) -> None:
             raise Boom("stuck")
 
     engine = tiny.engine()
     requests = crowd(engine)
     engine.step()
-    requests[2].state["stuck"] = Drawer()
+    requests[2].state["stuck"] = Stuck()
     step_all(engine, requests)
     assert all(r.left.how == "finished" for r in requests)
 

@@ -14,6 +14,7 @@ from phasewise.request.request import Request
 from phasewise.step.plan import AttentionPlan, Record
 from phasewise.step.read import Read, View
 from phasewise.step.span import Span
+from phasewise.verbs.evict import Evict
 from phasewise.verbs.host import Host
 from tests import tiny
 from tests.kv.harness import Walk
@@ -61,7 +62,7 @@ def scalar_gumbel(seed: int, row: int, key: int, head: int, g: int, group: int, 
 
 
 @dataclass
-class Slow:
+class Slow(Evict):
     """`rows` stay, the last `recent` among them in any case; of a layer, if `by_layer` has them."""
 
     rows: int

@@ -16,6 +16,7 @@ from phasewise.request.request import Request
 from phasewise.step.lower import seen_slots
 from phasewise.step.plan import EVERYTHING, AttentionPlan, Window
 from phasewise.step.span import Span
+from phasewise.verbs.evict import Evict
 from tests import tiny
 from tests.kv.harness import Walk, cuts
 
@@ -23,7 +24,7 @@ MODEL = tiny.model(layers=3, hidden=16)
 NARROW = ((True, True), (False, False), (True, True))
 
 
-class Striped:
+class Striped(Evict):
     """Layers 0 and 2 give up what the window says, and nobody is hidden anything."""
 
     observes = 0

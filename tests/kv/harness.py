@@ -35,6 +35,7 @@ from phasewise.step.phase import Phase
 from phasewise.step.plan import EVERYTHING, AttentionPlan, Custom, Record
 from phasewise.step.read import Read, View
 from phasewise.step.span import Span, ancestors, depths
+from phasewise.verbs.attend import Attend
 from phasewise.verbs.draft import Draft, Drafter
 from phasewise.verbs.evict import Evict
 from phasewise.verbs.method import Method
@@ -54,7 +55,7 @@ class Walk:
         self.request = Request(prompt, Params(max_tokens=1 << 20))
         store = Store(kv_shapes(model), codec or Raw(), ledger=self.ledger, counters=self.counters)
         if evict is not None:
-            store.expect([evict], store.level)
+            store.expect([evict.places], store.level)
         self.kv: KV = store.open(self.request, len(prompt))
         self.request.kv = self.kv
 
@@ -138,7 +139,7 @@ def cuts(tokens: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
     return pieces
 
 
-class Recorder:
+class Recorder(Attend):
     """Dense attention that keeps every row's probabilities: {layer: [hq, T, T]}, for one prompt fed in any chunks."""
 
     def __init__(self, rows: int) -> None:
@@ -161,7 +162,7 @@ class Recorder:
         return [read.attend() for read in reads]
 
 
-class Masked:
+class Masked(Evict):
     """An evictor that gives nothing up but shows each row only what `sees(layer, head, q, k)` says: the slow truth."""
 
     observes = 0
@@ -185,7 +186,7 @@ class Masked:
         return None
 
 
-class Uneven:
+class Uneven(Evict):
     """Gives every head and layer a budget of its own when the prompt is complete: AdaKV's shape, without its scores."""
 
     observes = 0

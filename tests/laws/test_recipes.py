@@ -15,6 +15,7 @@ from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.step.phase import Phase
 from phasewise.step.plan import AttentionPlan
+from phasewise.verbs.attend import Attend
 from tests import tiny
 from tests.engine.engines import Faulty, step_all
 from tests.laws import axes
@@ -191,15 +192,14 @@ def test_a_phase_is_found_by_its_own_predicate() -> None:
     seen: dict[str, list[int]] = {}
 
     def watched(name: str, phase: Phase, holds: Any) -> Phase:
-        class Attend:
+        class Watched(Attend):
             everything = True
 
-            @staticmethod
-            def plan(span: Any) -> AttentionPlan:
+            def plan(self, span: Any) -> AttentionPlan:
                 seen.setdefault(name, []).append(span.request.n_out)
                 return phase.attend.plan(span)
 
-        return Phase(name, phase.decode, Attend(), phase.evict, phase.skip, holds)
+        return Phase(name, phase.decode, Watched(), phase.evict, phase.skip, holds)
 
     runtime.phases = [
         watched("prompt", first, first.holds),

@@ -150,7 +150,7 @@ def test_traits_are_what_is_bound(verb: str, name: str, knobs: dict[str, Any]) -
     codec, phases = runtime.store.codec, runtime.phases
     assert traits.packs_blocks == (sealing(codec) is not None) and traits.ranks_rows == (marking(codec) is not None)
     assert any(phase.delta is not None for phase in phases) <= traits.low_rank
-    assert any(phase.again is not None for phase in phases) == traits.recomputes
+    assert any(phase.attend.again is not None for phase in phases) == traits.recomputes
     assert any(phase.late is not None for phase in phases) == traits.defers_tokens
     assert any(phase.whole for phase in phases) == traits.whole_prompts
     assert any(not phase.dense for phase in phases) <= traits.own_attention

@@ -22,10 +22,11 @@ from phasewise.request.request import Request
 from phasewise.step.forward import forward
 from phasewise.step.phase import Phase
 from phasewise.step.span import Span
+from phasewise.verbs.skip import Skip
 from tests import tiny
 
 
-class Everything:
+class Everything(Skip):
     """A skip method that skips nothing, but whose rows run with low-rank weights."""
 
     def __init__(self, delta: Delta) -> None:
@@ -33,9 +34,6 @@ class Everything:
 
     def rows(self, layer: int, span: Span, x: Tensor) -> Tensor | None:
         return None
-
-    def unused(self, layers: int) -> Sequence[int]:
-        return ()
 
 
 def delta(model: Model, seed: int, layers: Sequence[int] = range(4)) -> Delta:

@@ -24,6 +24,7 @@ from phasewise.request.request import Request
 from phasewise.step.forward import forward
 from phasewise.step.phase import Phase
 from phasewise.step.span import Span
+from phasewise.verbs.skip import Skip
 from tests.model.families import FAMILIES
 from tests.model.reference import save_random
 from tests.watched import passes
@@ -33,7 +34,7 @@ LONG = [3 + i * 7 % 50 for i in range(200)]
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no native kernels here")
 
 
-class Tunes:
+class Tunes(Skip):
     """skip: all layers run, with weights beside them."""
 
     def __init__(self, model: Model, seed: int, layers: Sequence[int], rank: int = 6) -> None:

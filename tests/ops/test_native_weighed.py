@@ -21,6 +21,7 @@ from phasewise.step.plan import EVERYTHING, AttentionPlan, Record
 from phasewise.step.probe import Shaped, probe
 from phasewise.step.read import Read, View
 from phasewise.step.span import Span
+from phasewise.verbs.evict import Evict
 from tests import tiny
 from tests.model.families import FAMILIES
 from tests.model.reference import save_random
@@ -32,7 +33,7 @@ CODECS: dict[str, Codec] = {"raw": Raw(), "int8": Int8().codec()}
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no native kernels here")
 
 
-class Watches:
+class Watches(Evict):
     """evict: rows that a test names are not seen, and what the others get of each row is written down."""
 
     observes = 1
@@ -179,7 +180,7 @@ def test_rows_and_weights_depend_on_no_mates(codec: str) -> None:
     assert torch.equal(both[1], other[1]) and not none, "a mate that nobody watches reads all"
 
 
-class Unequal:
+class Unequal(Evict):
     """evict: as `Watches`, over heads that hold unequally many rows: of `gone`, by layer and head, all bool [n]."""
 
     observes = 1

@@ -27,6 +27,8 @@ from phasewise.step.plan import EVERYTHING, AttentionPlan, Custom, Record
 from phasewise.step.read import Read, View
 from phasewise.step.reads import attend_all
 from phasewise.step.span import Span, ancestors, depths
+from phasewise.verbs.attend import Attend
+from phasewise.verbs.evict import Evict
 from tests import tiny
 from tests.watched import passes
 
@@ -34,7 +36,7 @@ pytestmark = pytest.mark.skipif(native.library() is None, reason="no native kern
 TREE = [-1, 0, 0, 1]
 
 
-class Reads:
+class Reads(Attend):
     """Looks at every layer and reads everything: what it gives must be what whole steps compute."""
 
     def __init__(self) -> None:
@@ -63,7 +65,7 @@ class Sometimes(Reads):
         return super().attend(reads) if reads[0].layer % 2 else [None] * len(reads)
 
 
-class Observes:
+class Observes(Evict):
     """An evicting method that keeps copies of the queries; `hides`: and lets rows see all the same, by a mask."""
 
     observes = 0

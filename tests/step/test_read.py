@@ -17,6 +17,7 @@ from phasewise.step.read import Read
 from phasewise.step.reads import attend_all
 from phasewise.step.span import Span
 from phasewise.verbs.host import Host
+from phasewise.verbs.skip import Skip
 from tests import tiny
 from tests.asking import Asking
 from tests.kv.harness import Masked, Walk, cuts, mixed, sliding
@@ -26,7 +27,7 @@ TOKENS = tiny.prompts(100)[0]
 PROMPT = 50
 
 
-class SomeRows:
+class SomeRows(Skip):
     """Rows skip layers by their position and depth alone, the first and last layer excepted."""
 
     def __str__(self) -> str:

@@ -30,6 +30,7 @@ from phasewise.step.plan import (
 from phasewise.step.read import Read
 from phasewise.step.reference import rivals_of, selected
 from phasewise.step.span import Span
+from phasewise.verbs.attend import Attend
 from tests import seeds, tiny
 from tests.kv.harness import Uneven, Walk, cuts, sliding
 from tests.watched import passes
@@ -139,7 +140,7 @@ class PageMeans:
         return Scores(value)
 
 
-class Chooses:
+class Chooses(Attend):
     def __init__(self, keys: TopK) -> None:
         self.keys, self._plan = keys, AttentionPlan(keys)
 
@@ -217,7 +218,7 @@ def test_chunks_equal_single_steps(evict: str) -> None:
     plan = AttentionPlan(ReadBlocks(4, lambda own: sorted({0, own // 2, own})))
     window = None if evict == "none" else AttentionPlan(window=Window(2, 30, rebased=True))
 
-    class Fixed:
+    class Fixed(Attend):
         def plan(self, span: Span) -> AttentionPlan:
             return plan if window is None else merge(plan, window)
 

@@ -21,13 +21,14 @@ from phasewise.step.probe import logits, probe, received
 from phasewise.step.read import FEW, Read
 from phasewise.step.span import Span
 from phasewise.step.trail import Trail, ends
+from phasewise.verbs.evict import Evict
 from tests import tiny
 from tests.kv.harness import Masked, Recorder, Walk, sliding
 
 TOKENS = tiny.prompts(30)[0]
 
 
-class Watching:
+class Watching(Evict):
     """Evicts nothing; `look` sees every read."""
 
     observes = 0

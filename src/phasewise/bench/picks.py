@@ -14,9 +14,10 @@ from phasewise.step.read import Read
 from phasewise.step.reads import attend_all
 from phasewise.step.span import Span
 from phasewise.train.artefacts.attend_zero_tuning import logits_of
+from phasewise.verbs.attend import Attend
 
 
-class Recorder:
+class Recorder(Attend):
     """Dense attention that notes, for the last `rows` rows of every text, the `k` slots with the largest weight (over
     the query heads of a KV head), each row's own left out: by layer, bool [H, rows, N] per text."""
 

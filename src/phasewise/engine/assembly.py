@@ -16,6 +16,7 @@ from phasewise.kv.wire import Wire
 from phasewise.speculation.companion import Companion
 from phasewise.step.phase import Phase
 from phasewise.verbs.host import Host
+from phasewise.verbs.slot import SlotRuntime
 from phasewise.verbs.traits import Traits
 
 if TYPE_CHECKING:
@@ -55,11 +56,15 @@ class Assembly:
         shared = Sharing(key, 1 if evict is None else max(1, evict.observes), unit, self.prefixes)
         shapes, counters = kv_shapes(self.model), self.counters
         store = Store(shapes, codec, ledger=self.ledger, counters=counters, sharing=shared, wire=wire)
-        several: dict[int, Any] = {id(one): one for own in phases for one in (own.attend, own.evict, own.decode)}
-        keeps = [each.beside for each in several.values() if hasattr(each, "beside")]
-        drawers = [each.drawer for each in several.values() if hasattr(each, "drawer") and each.drawer is not None]
+        slots: list[SlotRuntime | None] = []
+        for own in phases:
+            slots += own.attend, own.evict, own.skip, own.decode
+        several = {id(one): one for one in slots if one is not None}.values()
+        keeps = [each.beside for each in several if each.beside is not None]
+        drawers = [each.drawer for each in several if each.drawer is not None]
         store.book(keeps, drawers)
-        store.expect([own.evict for own in phases if own.evict], any(own.late is not None for own in phases))
+        places = [own.evict.places for own in phases if own.evict is not None]
+        store.expect(places, any(own.late is not None for own in phases))
         takers = {id(method): method for method in methods.values() if method.traits.asks}.values()
         asks = [(method.traits.asks, bindings.bind(method)) for method in takers]
         return Runtime(phases, store, bindings.companions(methods, names), bindings.host.sample, traits, asks)

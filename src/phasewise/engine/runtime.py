@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from phasewise.speculation.companion import Companion
     from phasewise.step.phase import Phase
     from phasewise.verbs.schedule import Scheduler
+    from phasewise.verbs.slot import SlotRuntime
 
 
 PIECE = 512  # rows
@@ -90,7 +91,13 @@ class Runtime:
     @property
     def most(self) -> int | None:
         """Rows that a request may bring to a step, where that decides what it ever holds; None: as many as it likes."""
-        return PIECE if all(hasattr(phase.evict, "most") for phase in self.phases) else None
+        return PIECE if len(self._leave_at_most) == len(self.phases) else None
+
+    @property
+    def _leave_at_most(self) -> list[Callable[[int], int]]:
+        """`Evict.most` of the phases that have it."""
+        evicts = [phase.evict for phase in self.phases if phase.evict is not None]
+        return [evict.most for evict in evicts if evict.most is not None]
 
     def bound(self, request: Request) -> int:
         """Rows that a request may bring to the next step."""
@@ -105,7 +112,7 @@ class Runtime:
     @staticmethod
     def until(request: Request, phase: Phase) -> int | None:
         """The position that drafts of the next step must not reach."""
-        until, kv = None if phase.until is None else phase.until(request), request.kv
+        until, kv = phase.until(request), request.kv
         if kv is None or not kv.seals or request.prefilling:
             return until
         ends = (until, kv.border(request.known - 1))
@@ -115,8 +122,7 @@ class Runtime:
         """Rows of KV that a request of `tokens` tokens holds at most."""
         if self.most is None:
             return tokens
-        left = [int(phase.evict.most(tokens)) for phase in self.phases]  # type: ignore[union-attr]
-        return min(tokens, self.most + max(left))
+        return min(tokens, self.most + max(most(tokens) for most in self._leave_at_most))
 
     @property
     def margin(self) -> int:
@@ -127,12 +133,10 @@ class Runtime:
         """Positions that a text may have, where the model's context is `context`."""
         found = context if self.companions else ENDLESS  # theirs are those of their own models
         for phase in self.phases:
-            acting: list[object] = [phase.decode, *(one for one in (phase.evict, phase.skip) if one is not None)]
+            acting: list[SlotRuntime] = [phase.decode, *(one for one in (phase.evict, phase.skip) if one is not None)]
             if phase.evict is None or not phase.dense:  # the KV is for the context
                 acting.append(phase.attend)
-            for method in acting:
-                say = getattr(method, "reach", None)
-                found = min(found, context if say is None else say(context))
+            found = min([found, *(method.reach(context) for method in acting)])
         return found
 
     def need(self, tokens: int) -> int:

@@ -82,10 +82,10 @@ class Store:
         if drawers := list(draws):
             self.draws = [partial(_together, drawers, layer, shape) for layer, shape in enumerate(self.shapes)]
 
-    def expect(self, evicts: Sequence[Any], late: bool) -> None:
-        """Rows of every request opened from now on will be given up, by these methods, or come to a layer `late`."""
-        said = [[each.places(i, shape) if hasattr(each, "places") else shape.heads for each in evicts]
-                for i, shape in enumerate(self.shapes)]  # fmt: skip
+    def expect(self, places: Sequence[Callable[[int, KVShape], int]], late: bool) -> None:
+        """Rows of every request opened from now on will be given up, or come to a layer `late`. `places`: of each
+        method that gives rows up, `Evict.places`."""
+        said = [[each(i, shape) for each in places] for i, shape in enumerate(self.shapes)]
         self.level, self.wide = late, [max(each, default=int(late)) for each in said]  # see KV and LayerKV
         self.row_room = self.row_bytes + sum(self.wide) * PLACE  # of a token, positions included
 

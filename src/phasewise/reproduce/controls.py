@@ -34,9 +34,11 @@ from phasewise.step.read import Read
 from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome
 from phasewise.verbs.draft import Draft, Drafter, headroom
+from phasewise.verbs.evict import Evict
 from phasewise.verbs.host import Host
 from phasewise.verbs.method import Method
 from phasewise.verbs.schedule import Work
+from phasewise.verbs.skip import Skip
 from phasewise.verbs.store import Storing
 from phasewise.verbs.traits import Traits
 
@@ -123,9 +125,7 @@ class RandomRows(Control):
         return _RandomRows(self, host.model.config.layers)
 
 
-class _RandomRows:
-    observes = 0
-
+class _RandomRows(Evict):
     def __init__(self, knobs: RandomRows, layers: int) -> None:
         self.knobs, self.layers = knobs, layers
 
@@ -324,7 +324,7 @@ class OtherLayers(Control):
         return _OtherLayers(range(1, 1 + layers - kept))
 
 
-class _OtherLayers:
+class _OtherLayers(Skip):
     def __init__(self, skipped: range) -> None:
         self.skipped, self.nobody = skipped, torch.empty(0, dtype=torch.int64)
 

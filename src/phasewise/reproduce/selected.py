@@ -17,6 +17,7 @@ from phasewise.reproduce.controls import Control, drawn
 from phasewise.step.plan import AttentionPlan, Rivals, Scores, TopK
 from phasewise.step.read import Read
 from phasewise.step.span import Span
+from phasewise.verbs.attend import Attend
 from phasewise.verbs.host import Host
 from phasewise.verbs.traits import Traits
 
@@ -39,7 +40,7 @@ class Drawn:
 
 
 @dataclass(frozen=True)
-class RandomPages(Control):
+class RandomPages(Control, Attend):
     """attend: as many pages as Quest reads, its own among them, the others drawn at random per head."""
 
     page: int
@@ -98,7 +99,7 @@ def _drawn_weights(read: Read) -> Tensor:
 
 
 @dataclass(frozen=True)
-class RandomTokens(Control):
+class RandomTokens(Control, Attend):
     """attend: the first rows, the last ones, and others drawn at random per head, `most` in all (a share up to 1)."""
 
     first: int

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from phasewise.request.drawer import Drawer
 from phasewise.request.params import SLO, Params
 from phasewise.request.pool import Pool
 from phasewise.request.score import Score
@@ -190,7 +191,7 @@ class Request:
         self.kv.drop_last(self.computed)
 
     def release(self) -> None:
-        """Give up KV and every method's drawer (a drawer with `close` is closed)."""
+        """Give up KV and every method's drawer (a `Drawer` is closed)."""
         state, self.state = self.state, {}
         kv, self.kv = self.kv, None
         self.slice, self.depth = None, 0
@@ -198,7 +199,7 @@ class Request:
             kv.close()
         for name, value in state.items():
             try:
-                if hasattr(value, "close"):
+                if isinstance(value, Drawer):
                     value.close()
             except Exception:  # memory must come back whatever a method does
                 log.exception("request %s: the drawer of %s could not be closed", self.id, name)
@@ -208,5 +209,5 @@ class Request:
 
 
 def fork_state(value: Any) -> Any:
-    """A copy of a method's drawer: by its own `fork` if it has one, else by deep copy."""
-    return value.fork() if hasattr(value, "fork") else copy.deepcopy(value)
+    """A copy of a method's state: by its own `fork` if it is a `Drawer`, else by deep copy."""
+    return value.fork() if isinstance(value, Drawer) else copy.deepcopy(value)

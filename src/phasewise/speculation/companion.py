@@ -12,6 +12,7 @@ from torch import Tensor
 from phasewise.kv.cache import KV
 from phasewise.kv.store import Store
 from phasewise.request.counters import Counters
+from phasewise.request.drawer import Drawer
 from phasewise.speculation.draft_rows import DraftRows
 from phasewise.step.forward import forward
 from phasewise.step.phase import Hidden, Phase
@@ -32,7 +33,7 @@ class NewNodes:
     parents: Sequence[int]
 
 
-class SecondModelKV:
+class SecondModelKV(Drawer):
     """The KV that a companion holds of one request, in the request's drawer: rows of the first `base` tokens of what it
     reads (which never change again), then of the tokens in `tail`; then, `uncommitted`, those of a draft."""
 

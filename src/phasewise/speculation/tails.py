@@ -16,6 +16,7 @@ from phasewise.step.phase import Phase
 from phasewise.step.plan import EVERYTHING, AttentionPlan, Custom
 from phasewise.step.read import Read
 from phasewise.step.span import Span
+from phasewise.verbs.attend import Attend
 
 if TYPE_CHECKING:
     from phasewise.model.thinned import Thinned
@@ -118,7 +119,7 @@ class Tails:
         return x
 
 
-class _Everything:
+class _Everything(Attend):
     """Rows read all before them."""
 
     everything = True
@@ -127,7 +128,7 @@ class _Everything:
         return EVERYTHING
 
 
-class _Before:
+class _Before(Attend):
     """Rows of a replay, whose span's note is where it starts, read nothing of what is there from that position on but
     each other."""
 

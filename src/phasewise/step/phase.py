@@ -56,70 +56,65 @@ class Phase:
     # ---- what rows read
     def plan(self, span: Span) -> AttentionPlan:
         """What the rows of a span may read, as its attend and evict methods say together."""
-        plan = self.attend.plan(span)
-        if self.evict is None or self.evict is self.attend:
+        plan, evict = self.attend.plan(span), self.evict
+        if evict is None or id(evict) == id(self.attend):  # one runtime may fill both slots
             return plan
-        return merge(plan, self.evict.plan(span))
+        return merge(plan, evict.plan(span))
 
     @cached_property
     def dense(self) -> bool:
-        """Whether no plan of the attend method ever chooses: rows read all that they see."""
-        return getattr(self.attend, "everything", False)
+        """True if no plan of the attend method ever chooses: rows read all that they see."""
+        return self.attend.everything
 
     # ---- which layers run, and with which weights
     @cached_property
     def delta(self) -> Delta | None:
         """Low-rank weights that the rows of this phase, and no others, run with."""
-        found = (getattr(method, "delta", None) for method in (self.skip, self.attend, self.evict))
-        return next((delta for delta in found if delta is not None), None)
+        acting = (method.delta for method in (self.skip, self.attend, self.evict) if method is not None)
+        return next((delta for delta in acting if delta is not None), None)
 
     @cached_property
     def walk(self) -> tuple[int, ...] | None:
         """The layers that its rows run, where that is known beforehand; None = all."""
-        return getattr(self.skip, "walk", None)
+        return None if self.skip is None else self.skip.walk
 
     @cached_property
     def walks(self) -> bool:
-        """Whether all rows run the layers of `walk`."""
+        """True if all rows run the layers of `walk`."""
         return self.skip is None or self.walk is not None
 
     @cached_property
     def late(self) -> Callable[[int, Span], Late | None] | None:
-        """As the skip method says: verbs/skip.py."""
-        return getattr(self.skip, "late", None)
+        """`Skip.late` of its skip method."""
+        return None if self.skip is None else self.skip.late
 
     @cached_property
     def ran(self) -> Callable[[int, Span, Tensor], None] | None:
-        """Likewise."""
-        return getattr(self.skip, "ran", None)
+        """`Skip.ran` of its skip method."""
+        return None if self.skip is None else self.skip.ran
 
     # ---- what follows a commit
     @cached_property
-    def again(self) -> Callable[[Request, int], int] | None:
-        """As the attend method says: verbs/attend.py."""
-        return getattr(self.attend, "again", None)
-
-    @cached_property
-    def until(self) -> Callable[[Request], int | None] | None:
-        """Likewise."""
-        return getattr(self.attend, "until", None)
-
-    @cached_property
     def _told(self) -> tuple[Callable[[Span, int | Sequence[int]], None], ...]:
-        told = dict.fromkeys(getattr(method, "stayed", None) for method in (self.attend, self.evict))
-        return tuple(each for each in told if each is not None)
+        acting = [method.stayed for method in (self.attend, self.evict, self.skip) if method is not None]
+        return tuple(told for told in dict.fromkeys(acting) if told is not None)
 
     def tell(self, span: Span, keep: int | Sequence[int]) -> None:
         """Tell methods which rows of a span have been committed: the first so many, or a path."""
         for told in self._told:
             told(span, keep)
 
+    def until(self, request: Request) -> int | None:
+        """The position that no draft of a request may reach; None: the attend method sets no bound."""
+        return None if self.attend.until is None else self.attend.until(request)
+
     def back(self, span: Span, outcome: Outcome) -> int:
         """How many of a request's last rows are to be computed once more, now that what is kept of `span` is there."""
-        say = self.again
-        return outcome.again if say is None else max(outcome.again, say(span.request, span.request.computed))
+        again = self.attend.again
+        return outcome.again if again is None else max(outcome.again, again(span.request, span.request.computed))
 
     def marks(self, request: Request) -> Callable[[int, int, int], Tensor] | None:
         """How much committed rows of a request matter, (layer, start, stop), where the evict method can say it."""
-        say = getattr(self.evict, "saliency", None)
-        return None if say is None else partial(say, request)
+        if self.evict is None or self.evict.saliency is None:
+            return None
+        return partial(self.evict.saliency, request)

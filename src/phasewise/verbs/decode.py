@@ -11,10 +11,9 @@ from torch import Tensor
 
 from phasewise.step.span import Span
 from phasewise.verbs.sample import Context, choose, draw
+from phasewise.verbs.slot import SlotRuntime
 
 if TYPE_CHECKING:
-    from phasewise.kv.buffer import KVShape
-    from phasewise.kv.drawers import Room
     from phasewise.kv.left import InjectedKV, RetainedKV
     from phasewise.request.params import Params
     from phasewise.request.pool import Pool
@@ -43,7 +42,7 @@ class Outcome:
         return self.keep if isinstance(self.keep, int) else len(self.keep)
 
 
-class Decode(ABC):
+class Decode(SlotRuntime, ABC):
     """decode: which rows does a request bring, and what is made of the result?
 
     Runtimes inherit from this class: what they leave out is as it is here. One that hands on to another one, or holds
@@ -66,10 +65,6 @@ class Decode(ABC):
         """Raise UserError, naming it, where something in `Params.ask` that the method takes cannot be honoured. Called
         before a request with such a name is admitted, from any thread."""
 
-    def reach(self, context: int) -> int:
-        """Positions that a text may have, where the model's context is `context`; ENDLESS where it sets no bound."""
-        return context
-
     def given(self, request: Request, left: Callable[[str], RetainedKV | None]) -> InjectedKV | None:
         """Finished keys and values of the tokens that come next, never of the last, or in the place of rows that are
         there. Asked, with `Traits.injects_kv`, while a prompt is not complete: before its first row and after each
@@ -83,12 +78,6 @@ class Decode(ABC):
     def bring(self, verb: str, chosen: Any) -> Any:
         """The runtime for a slot of `Traits.brings`; `chosen` is the user's, where the method composes with it."""
         raise NotImplementedError(f"{type(self).__name__} brings no {verb}")
-
-    @property
-    def drawer(self) -> Callable[[int, KVShape, Room], int] | None:
-        """(layer, shape, room) -> bytes at most that lie in requests' drawers from step to step for a layer with such
-        room; they are booked with its rows (kv/drawers.py). None: nothing to book."""
-        return None
 
     def displace(self, rows: int) -> None:
         """Told that tokens after the prompt stand so many positions further on, as rows before them stand for none."""

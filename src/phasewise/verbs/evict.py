@@ -2,58 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from phasewise.verbs.slot import LayerRuntime
+
 if TYPE_CHECKING:
+    from phasewise.kv.buffer import KVShape
     from phasewise.request.request import Request
     from phasewise.step.plan import AttentionPlan
     from phasewise.step.span import Span
 
 
-class Evict(Protocol):
+class Evict(LayerRuntime, ABC):
     """evict: which cached rows are given up for good?
 
-    The verb's default binds to None, which is asked nothing. A method that is done when the prompt is says `phases =
-    ("prefill",)`: later rows then read what it has left as they would any KV, in native steps where the model has them.
-
-    Optional:
-        most(total: int) -> int  -- how many rows it ever leaves of a text of `total` tokens, where that is known: a
-            request then needs no memory for all of them, and its prompt comes in pieces
-        stayed(span: Span, keep: int | Sequence[int]) -> None  -- told, as its rows are committed and before `due`,
-            which of a span stay: the first so many, or a path. Rows that were recorded and are not told of must leave
-            no trace; those of a step that failed come again (`step/trail.py` keeps a state along those that stay)
-        saliency(request: Request, layer: int, start: int, stop: int) -> Tensor  -- of a method that comes with a store
-            whose codec ranks rows (`kv/blocks.py: Marked`): how much the committed rows start .. stop - 1 matter,
-            [stop - start]. Asked as a block is sealed: after `stayed`, all of the prompt's blocks at once
-        places(layer: int, shape: KVShape) -> int  -- how many KV heads' positions must be told of rows that stay, 1 if
-            `keep` gives [K] there, 0 if nothing goes; otherwise all: room for them is booked with the rows
-        delta: Delta  -- as of a skip method: low-rank weights that the rows of its phases, and no others, run with. Of
-            the methods of a phase one may bring some
-        whole: bool  -- True: what it does with a prompt needs all of its rows at once. Prompts then come in one piece,
-            however few rows a scheduler gives them; decode methods that compute them in blocks are refused
+    The verb's default binds to None, which is asked nothing. A method that is done when the prompt is says
+    `phases=("prefill",)` in its traits: later rows then read what it has left as they would any KV, in native steps
+    where the model has them. Runtimes inherit from this class: what they leave out is as it is here.
     """
 
-    observes: int  # how many of the last prompt rows it must see the queries of (they are never taken from a prefix)
+    observes: int = 0
+    """The number of last prompt rows whose queries it must see; these are never taken from a cached prefix."""
 
+    most: Callable[[int], int] | None = None
+    """(total) -> how many rows it ever leaves of a text of `total` tokens. A request then needs no memory for all of
+    them, and its prompt comes in pieces. None: that is not known."""
+
+    saliency: Callable[[Request, int, int, int], Tensor] | None = None
+    """(request, layer, start, stop) -> float32 [stop - start]: how much the committed rows start .. stop - 1 matter.
+    A store whose codec ranks rows (`kv/blocks.py: Marked`) asks as a block is packed, after `stayed`, and for all of a
+    prompt's blocks at once."""
+
+    def places(self, layer: int, shape: KVShape) -> int:
+        """The number of KV heads of a layer whose kept positions are stored with the rows, for which memory is booked:
+        1 if `keep` gives [K] there, 0 if nothing goes, otherwise all."""
+        return shape.heads
+
+    @abstractmethod
     def plan(self, span: Span) -> AttentionPlan:
         """What the rows of a span still see, and the attention weights that are wanted of them (`step/plan.py`).
 
         A window says what rows see before others are really dropped, so that a chunk equals single steps; a record
         takes weights. It depends on the span and its request alone, and is one object for as long as it is the same.
         """
-        ...
 
     def due(self, request: Request) -> bool:
-        """Whether `keep` has work to do for this request now (called after each commit)."""
-        ...
+        """True if `keep` has work to do for this request now (asked after each commit)."""
+        return False
 
     def keep(self, request: Request, layer: int) -> Tensor | Sequence[Tensor] | None:
-        """Slots of the committed rows to keep, increasing: [K], [H, K] or one per head; None = all."""
-        ...
+        """Slots of the committed rows to keep, int64, increasing: [K], [H, K] or one [K] per head; None = all."""
+        return None
 
 
 def retain(scores: Tensor, keep: int, recent: int = 0) -> Tensor:

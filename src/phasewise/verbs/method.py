@@ -14,7 +14,7 @@ class Method:
     """Any verb: a frozen dataclass whose fields are its knobs. Its class attributes say what it promises and needs.
 
     What a method remembers of a request lies in the request's drawer `request.state[name]`: emptied when the request
-    is preempted or leaves, copied when it is forked (an object there with `Drawer` as its class by its `fork`).
+    is preempted or leaves, copied when it is forked (an object there of the class `Drawer`, by its `fork`).
     """
 
     paper: ClassVar[str]  # "arXiv 2404.14469", or ""

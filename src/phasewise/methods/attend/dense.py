@@ -7,19 +7,20 @@ from typing import ClassVar
 
 from phasewise.step.plan import EVERYTHING, AttentionPlan
 from phasewise.step.span import Span
+from phasewise.verbs.attend import Attend
 from phasewise.verbs.method import Method
 from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class Dense(Method):
+class Dense(Method, Attend):
     """Exact attention over all visible rows."""
 
     paper: ClassVar[str] = ""
     guarantee: ClassVar[str] = "exact"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {}
-    everything: ClassVar[bool] = True
+    everything = True
     traits: ClassVar[Traits] = Traits("attend")
 
     def plan(self, span: Span) -> AttentionPlan:

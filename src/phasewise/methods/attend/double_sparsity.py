@@ -21,6 +21,7 @@ from phasewise.model.config import ModelConfig
 from phasewise.step.plan import EVERYTHING, AttentionPlan, KernelScores, TopK, share
 from phasewise.step.read import Read
 from phasewise.step.span import Span
+from phasewise.verbs.attend import Attend
 from phasewise.verbs.host import Host
 from phasewise.verbs.method import Method
 from phasewise.verbs.traits import Traits
@@ -76,7 +77,7 @@ class DoubleSparsity(Method):
         return _DoubleSparsity(self, [tensors[f"{i}.weight"].float().to(host.model.device) for i in layers])
 
 
-class _DoubleSparsity(RowScorer):
+class _DoubleSparsity(RowScorer, Attend):
     name = "double_sparsity"
 
     def __init__(self, knobs: DoubleSparsity, heavy: Sequence[Tensor]) -> None:

@@ -14,12 +14,13 @@ from typing import ClassVar
 from phasewise.errors import UserError
 from phasewise.step.plan import AttentionPlan, SharedPrefix
 from phasewise.step.span import Span
+from phasewise.verbs.attend import Attend
 from phasewise.verbs.method import Method
 from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class Hydragen(Method):
+class Hydragen(Method, Attend):
     """Requests that hold the same nodes of the prefix tree have these rows in common: whole blocks of their prompts.
     Their queries meet one copy of them together; each request's own rows come on top, joined by log-sum-exp in float32.
 
@@ -37,7 +38,7 @@ class Hydragen(Method):
     guarantee: ClassVar[str] = "exact"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {"sharers": 1 << 30}
-    everything: ClassVar[bool] = True
+    everything = True
     traits: ClassVar[Traits] = Traits("attend", shared_reads=True)
     tight: ClassVar[dict[str, object]] = {"rows": 32}
 

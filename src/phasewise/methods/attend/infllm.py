@@ -29,6 +29,7 @@ from phasewise.step.plan import EVERYTHING, AttentionPlan, KernelScores, Rivals,
 from phasewise.step.read import Read
 from phasewise.step.reference import NEVER, single
 from phasewise.step.span import Span
+from phasewise.verbs.attend import Attend
 from phasewise.verbs.host import Host
 from phasewise.verbs.method import Method
 from phasewise.verbs.traits import Traits
@@ -38,7 +39,7 @@ RANK = 8  # of the low-rank weights of every linear layer
 
 
 @dataclass(frozen=True)
-class InfLLM(Method):
+class InfLLM(Method, Attend):
     """A block is `block` consecutive positions. A row always reads the first `init` blocks and the last
     ceil(`window` / `block`) + 1, its own among them; of the others the `topk` of the highest score. Keys are averaged
     over windows of half a block, one at every quarter; the softmax of every query head over the windows that end no
@@ -236,8 +237,11 @@ class BlockMeans:
         return self.pooled(means, filled > 0, read.q_positions, read.span.last)
 
 
-class _Tuned:
+class _Tuned(Attend):
     """The same with weights that were trained for it, with which all rows run, those that read everything as well."""
 
     def __init__(self, knobs: InfLLM, delta: Delta) -> None:
-        self.delta, self.plan, self.beside = delta, knobs.plan, knobs.beside
+        self.knobs, self.delta, self.beside = knobs, delta, knobs.beside
+
+    def plan(self, span: Span) -> AttentionPlan:
+        return self.knobs.plan(span)

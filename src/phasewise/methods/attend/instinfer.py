@@ -24,6 +24,7 @@ from phasewise.step.plan import EVERYTHING, AttentionPlan, KernelScores, Rivals,
 from phasewise.step.read import Read
 from phasewise.step.reference import NEVER
 from phasewise.step.span import Span
+from phasewise.verbs.attend import Attend
 from phasewise.verbs.host import Host
 from phasewise.verbs.method import Method
 from phasewise.verbs.traits import Traits
@@ -86,7 +87,7 @@ def fewest(k: float) -> int:
     return found
 
 
-class SparFRuntime:
+class SparFRuntime(Attend):
     """InstInfer at work, and its scorer."""
 
     def __init__(self, knobs: InstInfer, host: Host, ranked: Callable[[Read, Tensor], Tensor] | None = None) -> None:

@@ -31,6 +31,7 @@ from phasewise.step.read import Read
 from phasewise.step.reads import attend_listed
 from phasewise.step.reference import NEVER, single
 from phasewise.step.span import Span
+from phasewise.verbs.attend import Attend
 from phasewise.verbs.host import Host
 from phasewise.verbs.method import Method
 from phasewise.verbs.traits import Traits
@@ -101,7 +102,7 @@ class LoopServe(Method):
 Asked = tuple[dict[int, Tensor], int, Ballot]  # what is chosen by border, the border, and who asks
 
 
-class Looping:
+class Looping(Attend):
     """Runtime of LoopServe. A request's drawer holds by layer the queries of its last rows ("q" [w, H, G, D], "at" [w])
     and what was chosen at the last border: "chosen" positions [H, K] (-1: none), "border"; and, by HEARD, what whole
     steps have left since: positions, and queries of all layers [layers, H, G, D]."""

@@ -20,12 +20,13 @@ from phasewise.step.plan import EVERYTHING, AttentionPlan, KernelScores, Rivals,
 from phasewise.step.read import Read
 from phasewise.step.reference import NEVER, by_unit
 from phasewise.step.span import Span
+from phasewise.verbs.attend import Attend
 from phasewise.verbs.method import Method
 from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class MoBA(Method):
+class MoBA(Method, Attend):
     """A block is `block` consecutive positions. A row reads its own block and the `blocks` - 1 best of the others.
 
     A block's score is the product of the query and the mean of the block's keys, the largest over the query heads that

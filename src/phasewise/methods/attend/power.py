@@ -20,6 +20,7 @@ from phasewise.model.config import ModelConfig
 from phasewise.model.lowrank import Delta, shapes
 from phasewise.step.plan import EVERYTHING, AttentionPlan, ReadBlocks
 from phasewise.step.span import Span
+from phasewise.verbs.attend import Attend
 from phasewise.verbs.host import Host
 from phasewise.verbs.method import Method
 from phasewise.verbs.traits import Traits
@@ -100,7 +101,7 @@ class Power(Method):
         return _Power(self, Delta(tensors, host.model.dtype, host.model.device))
 
 
-class _Power:
+class _Power(Attend):
     def __init__(self, knobs: Power, delta: Delta | None) -> None:
         self.clear, self.delta = knobs.clear, delta
         self._plan = AttentionPlan(ReadBlocks(knobs.block, knobs.blocks))

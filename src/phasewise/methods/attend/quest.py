@@ -22,12 +22,13 @@ from phasewise.step.plan import EVERYTHING, AttentionPlan, KernelScores, Rivals,
 from phasewise.step.read import Read
 from phasewise.step.reference import NEVER, by_unit
 from phasewise.step.span import Span
+from phasewise.verbs.attend import Attend
 from phasewise.verbs.method import Method
 from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class Quest(Method):
+class Quest(Method, Attend):
     """A page is `page` consecutive positions. A row always reads its own page; the others are ranked by the upper bound
     that their smallest and largest keys put on the query's scores (largest over the query heads that share a KV head),
     and taken in that order while the rows read fit the budget, which is at least three pages.

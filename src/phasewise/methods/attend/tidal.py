@@ -18,6 +18,7 @@ from phasewise.request.request import Request
 from phasewise.step.plan import EVERYTHING, AttentionPlan, LayerPicks
 from phasewise.step.read import Read
 from phasewise.step.span import Span
+from phasewise.verbs.attend import Attend
 from phasewise.verbs.host import Host
 from phasewise.verbs.method import Method
 from phasewise.verbs.traits import Traits
@@ -88,7 +89,7 @@ class Tidal(Method):
         return Picker(self, self.choosing(host.model.config.layers))
 
 
-class Picker:
+class Picker(Attend):
     """Runtime of Tidal. Nothing is remembered of a request: layers hand their picks on within a step."""
 
     def __init__(

@@ -25,6 +25,7 @@ from phasewise.step.plan import EVERYTHING, AttentionPlan, Custom, KernelScores,
 from phasewise.step.read import Read
 from phasewise.step.reference import IN_TEXT, rivals, selected, top_k
 from phasewise.step.span import Span
+from phasewise.verbs.attend import Attend
 from phasewise.verbs.host import ENDLESS, Host
 from phasewise.verbs.method import Method
 from phasewise.verbs.traits import Traits
@@ -101,7 +102,7 @@ class TokenSelect(Method):
         return _Chunked(made, tokens) if self.chunk else tokens
 
 
-class _TokenSelect(RowScorer):
+class _TokenSelect(RowScorer, Attend):
     name = "token_select"
 
     def __init__(self, knobs: TokenSelect, model: Model, counters: Counters) -> None:
@@ -165,7 +166,7 @@ class _TokenSelect(RowScorer):
         return tally(logits.flatten(0, 1)[None], among)
 
 
-class _Again:
+class _Again(Attend):
     """The same with lists that are used again. It says nothing as data: who chooses is known only within a layer."""
 
     def __init__(self, made: _TokenSelect) -> None:
@@ -185,7 +186,7 @@ class _Again:
         return self.made.model.config.heads * shape.dim * shape.dtype.itemsize + self.made.most * shape.heads * 4
 
 
-class _Chunked:
+class _Chunked(Attend):
     """The same with prompts that choose. `tokens`: what answers do, which say nothing as data where lists are close."""
 
     def __init__(self, made: _TokenSelect, tokens: _TokenSelect | _Again) -> None:
@@ -207,7 +208,7 @@ class _Chunked:
 
     def stayed(self, span: Span, keep: int | Sequence[int]) -> None:
         if isinstance(self.tokens, _Again):
-            self.tokens.stayed(span, keep)
+            self.tokens.reuse.stayed(span, keep)
 
     def reach(self, context: int) -> int:
         """Rows seem no further apart than a list and a chunk are long."""

@@ -20,6 +20,7 @@ from phasewise.model.artefacts import Artefact
 from phasewise.model.config import ModelConfig
 from phasewise.step.plan import AttentionPlan
 from phasewise.step.span import Span
+from phasewise.verbs.attend import Attend
 from phasewise.verbs.host import Host
 from phasewise.verbs.method import Method
 from phasewise.verbs.traits import Traits
@@ -92,7 +93,7 @@ class ZeroTuning(Method):
         return Tuned(lift.to(host.model.device)) if bool(lift.any()) else Dense()
 
 
-class Tuned:
+class Tuned(Attend):
     """Attention with `lift` [layers, Hq], ln gamma of every head."""
 
     def __init__(self, lift: Tensor) -> None:

@@ -7,8 +7,6 @@ from typing import Any
 
 from phasewise import catalog
 from phasewise.errors import UserError
-from phasewise.kv.buffer import KVShape
-from phasewise.kv.drawers import Room
 from phasewise.kv.left import InjectedKV, RetainedKV
 from phasewise.request.params import Params
 from phasewise.request.request import Request
@@ -58,6 +56,7 @@ class Handing(Decode):
     def __init__(self, host: Host, method: Any) -> None:
         self.then: Decode = host.bind(method)
         self.then_asks: tuple[str, ...] = method.traits.asks
+        self.drawer, self.beside = self.then.drawer, self.then.beside
 
     def check(self, params: Params) -> None:
         if not set(params.ask or ()).isdisjoint(self.then_asks):
@@ -74,10 +73,6 @@ class Handing(Decode):
 
     def bring(self, verb: str, chosen: Any) -> Any:
         return self.then.bring(verb, chosen)
-
-    @property
-    def drawer(self) -> Callable[[int, KVShape, Room], int] | None:
-        return self.then.drawer
 
     def displace(self, rows: int) -> None:
         self.then.displace(rows)

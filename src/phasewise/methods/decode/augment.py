@@ -27,6 +27,7 @@ from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome, slice_span
 from phasewise.verbs.host import Host
 from phasewise.verbs.method import Method
+from phasewise.verbs.skip import Skip
 from phasewise.verbs.traits import MARGIN, SHARED, Traits
 
 NAME = "augment"
@@ -85,7 +86,7 @@ class Augment(Method):
         return Augmenting(host, self.then, host.artefact(self.artefact(host.model.config), self.weights))
 
 
-class _Coprocessor:
+class _Coprocessor(Skip):
     """The phase of the coprocessor's rows: every layer, with low-rank weights."""
 
     def __init__(self, delta: Delta) -> None:
@@ -93,9 +94,6 @@ class _Coprocessor:
 
     def rows(self, layer: int, span: Span, x: Tensor) -> Tensor | None:
         return None
-
-    def unused(self, layers: int) -> Sequence[int]:
-        return ()
 
 
 class Augmenting(Handing):
@@ -110,7 +108,7 @@ class Augmenting(Handing):
         self.host, self.soft, self.gain = host, own[SOFT], own[GAIN]
         self.count = len(self.soft)
         self.then.displace(self.count)
-        self.dense = Dense()
+        self.dense, self.drawer = Dense(), self._held
         rest = {name: tensor for name, tensor in tensors.items() if name not in own}
         self.coprocessor = _Coprocessor(Delta(rest, model.dtype, model.device))
         self._apart: dict[int, tuple[Phase, Phase]] = {}  # by the phase that it stands for, which lives as long
@@ -121,7 +119,7 @@ class Augmenting(Handing):
     def reach(self, context: int) -> int:
         return min(context, super().reach(context)) - self.count
 
-    def drawer(self, layer: int, shape: KVShape, room: Room) -> int:
+    def _held(self, layer: int, shape: KVShape, room: Room) -> int:
         """Latents, until they are in the KV."""
         return 0 if layer or not room.prompt else self.soft.nbytes
 

@@ -21,6 +21,7 @@ from phasewise.kv.left import InjectedKV, RetainedKV
 from phasewise.methods.decode._common import common
 from phasewise.methods.decode._then import Handing, checked, following
 from phasewise.model.model import Model
+from phasewise.request.drawer import Drawer
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.step.phase import Phase
@@ -85,7 +86,7 @@ class ReusedPiece(NamedTuple):
     after: bool
 
 
-class ReusePlan:
+class ReusePlan(Drawer):
     """The KV that a request will take from an earlier one, from the left. Nobody can take it away meanwhile."""
 
     def __init__(self, source: KV | None, pieces: Sequence[ReusedPiece]) -> None:

@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from phasewise.errors import UserError
+from phasewise.request.drawer import Drawer
 from phasewise.request.request import Request
 from phasewise.step.phase import Hidden
 from phasewise.step.span import Span
@@ -93,7 +94,7 @@ class Aggressive(Method, Drafter):
         return prompt[start:end]
 
 
-class Copying:
+class Copying(Drawer):
     """The place of an answer in its source: the next token is expected to be that `at`; None: it has left it."""
 
     __slots__ = ("_index", "_last", "at", "attached", "n", "seen", "source")

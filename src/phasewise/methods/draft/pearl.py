@@ -15,6 +15,7 @@ from phasewise.errors import UserError
 from phasewise.methods.draft._desk import Desk, Order
 from phasewise.methods.draft._seat import Furniture, Inline, Process, Seat
 from phasewise.model.model import Model
+from phasewise.request.drawer import Drawer
 from phasewise.request.request import Request
 from phasewise.step.phase import Hidden
 from phasewise.step.span import Span
@@ -94,7 +95,7 @@ def _sampling(sample: Any) -> str:
 
 
 @dataclass(slots=True)
-class _Line:
+class _Line(Drawer):
     """Expectations of one request. `stream`: the guesses that follow its first `known` tokens, none of which has
     been found wrong; without any, the next round is a pre-verify."""
 

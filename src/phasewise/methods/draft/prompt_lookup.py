@@ -13,6 +13,7 @@ from phasewise.errors import UserError
 from phasewise.methods.draft._automaton import SuffixAutomaton, automaton
 from phasewise.methods.draft._automaton_native import NativeSuffixAutomaton
 from phasewise.methods.draft._continuations import copied
+from phasewise.request.drawer import Drawer
 from phasewise.request.request import Request
 from phasewise.speculation.companion import common
 from phasewise.step.phase import Hidden
@@ -105,7 +106,7 @@ class PromptLookup(Method, Drafter):
 
 
 @dataclass(slots=True)
-class _Lookup:
+class _Lookup(Drawer):
     text: SuffixAutomaton | NativeSuffixAutomaton
     cap: int
     guess: list[list[int]] = field(default_factory=list)  # in the step under way

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from phasewise.errors import UserError
 from phasewise.methods.draft._pieces import Scorer, bm25, nearest, shortened
+from phasewise.request.drawer import Drawer
 from phasewise.request.request import Request
 from phasewise.speculation.branching import branch
 from phasewise.speculation.tree_drafter import SELF, DraftBuilder, NodeRequest, TreeDrafter, tree_drafter
@@ -95,7 +96,7 @@ class Rapid(Method):
 
 
 @dataclass(slots=True)
-class _Short:
+class _Short(Drawer):
     tokens: list[int]
     pieces: int  # how many of them stand for the prompt
 

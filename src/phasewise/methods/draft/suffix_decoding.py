@@ -14,6 +14,7 @@ from phasewise.errors import UserError
 from phasewise.methods.draft._automaton import SuffixAutomaton, automaton
 from phasewise.methods.draft._automaton_native import NativeSuffixAutomaton, Odds
 from phasewise.methods.draft._earlier import BREAK, Cursor, Earlier, Place
+from phasewise.request.drawer import Drawer
 from phasewise.request.request import Request
 from phasewise.step.phase import Hidden
 from phasewise.step.span import Span
@@ -174,7 +175,7 @@ class Suffixes(Drafter):
 
 
 @dataclass(slots=True)
-class _Text:
+class _Text(Drawer):
     own: SuffixAutomaton | NativeSuffixAutomaton
     cursors: list[Cursor] = field(default_factory=list)  # where it ends in what others were answered
 

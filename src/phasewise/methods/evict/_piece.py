@@ -11,6 +11,7 @@ from torch import Tensor
 
 from phasewise.kv.buffer import ROUND, rounded
 from phasewise.ops.native.weighed import Ranking, Retiring, Weighed
+from phasewise.request.drawer import Drawer
 from phasewise.step.trail import State
 
 GONE = float("-inf")  # the score of a slot that was given up, or is not on a row's path
@@ -25,7 +26,7 @@ class Ahead(NamedTuple):
     settled: bool
 
 
-class ScorePiece:
+class ScorePiece(Drawer):
     """A request's scores with room behind them, and the room in which its next row is weighed.
 
     They are written in place, but only once a row stays: a step that is tried again finds them as they were. What the

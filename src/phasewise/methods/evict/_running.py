@@ -31,6 +31,7 @@ from phasewise.step.probe import Shaped, logits, probe
 from phasewise.step.read import Read, View
 from phasewise.step.span import Span
 from phasewise.step.trail import State, Trail, ends
+from phasewise.verbs.evict import Evict
 
 if TYPE_CHECKING:
     from phasewise.model.config import ModelConfig
@@ -70,7 +71,7 @@ def check_lot(name: str, lot: int) -> None:
         raise UserError(f"{name}: lot={lot} must be at least 1: rows that are dropped together")
 
 
-class Running:
+class Running(Evict):
     """A runtime of the verb evict. Its state is a score for every slot that is held (step/trail.py)."""
 
     observes = 1

@@ -21,6 +21,7 @@ from phasewise.request.request import Request
 from phasewise.step.plan import EVERYTHING, AttentionPlan, Record
 from phasewise.step.read import Read
 from phasewise.step.span import Span
+from phasewise.verbs.evict import Evict
 from phasewise.verbs.host import Host
 from phasewise.verbs.method import Method
 from phasewise.verbs.traits import Traits
@@ -62,7 +63,7 @@ class ExpectedAttention(Method):
         return _ExpectedAttention(self, host)
 
 
-class _ExpectedAttention:
+class _ExpectedAttention(Evict):
     def __init__(self, knobs: ExpectedAttention, host: Host) -> None:
         """`request.state[NAME]` holds a prompt's sampled queries by layer, [n, Hq, D], until it is complete."""
         self.knobs, self.model, self.observes = knobs, host.model, knobs.sample

@@ -22,6 +22,7 @@ from phasewise.model.lowrank import Delta, shapes
 from phasewise.request.request import Request
 from phasewise.step.plan import EVERYTHING, AttentionPlan, Window
 from phasewise.step.span import Span
+from phasewise.verbs.evict import Evict
 from phasewise.verbs.host import Host
 from phasewise.verbs.method import Method
 from phasewise.verbs.traits import Traits
@@ -100,16 +101,16 @@ class LongGen(Method):
         return _LongGen(window, narrow, Delta(tensors, host.model.dtype, host.model.device))
 
 
-class _LongGen:
-    observes = 0
-
+class _LongGen(Evict):
     def __init__(self, window: Window, narrow: Collection[int], delta: Delta | None) -> None:
         self.window, self.narrow, self.delta = window, frozenset(narrow), delta
         self._plan, self.dropping = AttentionPlan(window=window), Dropping("longgen", window)
-        self.due = self.dropping.due
 
     def plan(self, span: Span) -> AttentionPlan:
         return self._plan if self.window.hides(span) else EVERYTHING
+
+    def due(self, request: Request) -> bool:
+        return self.dropping.due(request)
 
     def keep(self, request: Request, layer: int) -> Tensor | None:
         return self.dropping.keep(request, layer) if layer in self.narrow else None

@@ -20,6 +20,7 @@ from phasewise.model.config import ModelConfig
 from phasewise.request.request import Request
 from phasewise.step.plan import EVERYTHING, AttentionPlan, Window
 from phasewise.step.span import Span
+from phasewise.verbs.evict import Evict
 from phasewise.verbs.host import Host
 from phasewise.verbs.method import Method
 from phasewise.verbs.traits import Traits
@@ -79,10 +80,8 @@ class RLKV(Method):
         return CutHeads(self.cut(gates).to(host.model.device), Window(self.sinks, self.window))
 
 
-class CutHeads:
+class CutHeads(Evict):
     """The heads `cut` [layers, H] see sinks and window, once the prompt is complete."""
-
-    observes = 0
 
     def __init__(self, cut: Tensor, window: Window) -> None:
         self.cut, self.some = cut, cut.any(1).tolist()

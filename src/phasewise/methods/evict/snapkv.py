@@ -22,6 +22,7 @@ from phasewise.step.plan import EVERYTHING, AttentionPlan, Record
 from phasewise.step.read import Read
 from phasewise.step.span import Span
 from phasewise.step.trail import Trail
+from phasewise.verbs.evict import Evict
 from phasewise.verbs.host import Host
 from phasewise.verbs.method import Method
 from phasewise.verbs.traits import Traits
@@ -84,7 +85,7 @@ class SnapKV(Method):
         return _SnapKV(self, host.model.config.layers)
 
 
-class _SnapKV:
+class _SnapKV(Evict):
     """A request's drawer holds the votes that its prompt's rows have got by layer, until the prompt is complete."""
 
     def __init__(self, knobs: SnapKV, layers: int) -> None:

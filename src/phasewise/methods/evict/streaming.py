@@ -9,9 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from torch import Tensor
+
+from phasewise.kv.buffer import KVShape
 from phasewise.methods.evict._windows import EVERY, Dropping, check
+from phasewise.request.request import Request
 from phasewise.step.plan import EVERYTHING, AttentionPlan, Window
 from phasewise.step.span import Span
+from phasewise.verbs.evict import Evict
 from phasewise.verbs.host import ENDLESS, Host
 from phasewise.verbs.method import Method
 from phasewise.verbs.traits import Traits
@@ -47,17 +52,23 @@ class Streaming(Method):
         return _Streaming(self)
 
 
-class _Streaming:
-    observes = 0
-
+class _Streaming(Evict):
     def __init__(self, knobs: Streaming) -> None:
         self.shifts = knobs.positions == "cache" and knobs.sinks > 0
         self.window = Window(knobs.sinks, knobs.window, rebased=self.shifts)
-        self._plan, dropping = AttentionPlan(window=self.window), Dropping("streaming", self.window)
-        self.due, self.keep, self.places = dropping.due, dropping.keep, dropping.places
+        self._plan, self._dropping = AttentionPlan(window=self.window), Dropping("streaming", self.window)
 
     def plan(self, span: Span) -> AttentionPlan:
         return self._plan if self.window.hides(span) else EVERYTHING
+
+    def due(self, request: Request) -> bool:
+        return self._dropping.due(request)
+
+    def keep(self, request: Request, layer: int) -> Tensor | None:
+        return self._dropping.keep(request, layer)
+
+    def places(self, layer: int, shape: KVShape) -> int:
+        return self._dropping.places(layer, shape)
 
     def most(self, total: int) -> int:
         return self.window.rows + EVERY

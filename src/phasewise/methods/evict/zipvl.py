@@ -25,6 +25,8 @@ from phasewise.step.plan import EVERYTHING, AttentionPlan, Custom
 from phasewise.step.probe import received
 from phasewise.step.read import Read
 from phasewise.step.span import Span
+from phasewise.verbs.attend import Attend
+from phasewise.verbs.evict import Evict
 from phasewise.verbs.host import Host
 from phasewise.verbs.method import Method
 from phasewise.verbs.traits import Traits
@@ -70,10 +72,8 @@ class ZipVL(Method):
         return Zipped(self, host.model.config.attention)
 
 
-class Zipped:
+class Zipped(Attend, Evict):
     """A request's drawer holds the slots that a layer keeps, from its attention to the prompt's end."""
-
-    observes = 0
 
     def __init__(self, knobs: ZipVL, attention: tuple[AttentionSpec, ...]) -> None:
         self.knobs, self.attention = knobs, attention

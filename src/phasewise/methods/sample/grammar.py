@@ -21,6 +21,7 @@ from phasewise.methods.sample._rest import Chained
 from phasewise.methods.sample._rules import goes_on
 from phasewise.methods.sample._words import Bits, Words, words_of
 from phasewise.ops.sampling import barred
+from phasewise.request.drawer import Drawer
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.speculation.companion import common
@@ -60,7 +61,7 @@ class Grammar(Method):
         return _Grammar(host, self)
 
 
-class GrammarState:
+class GrammarState(Drawer):
     """The state of one request in its grammar, and the masks that hold there and below."""
 
     def __init__(self, compiled: Compiled, words: Words, start: int) -> None:

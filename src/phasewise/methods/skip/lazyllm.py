@@ -26,8 +26,11 @@ from phasewise.step.plan import EVERYTHING, AttentionPlan, Record
 from phasewise.step.probe import probe
 from phasewise.step.read import Read
 from phasewise.step.span import Span
+from phasewise.verbs.attend import Attend
+from phasewise.verbs.evict import Evict
 from phasewise.verbs.host import Host
 from phasewise.verbs.method import Method
+from phasewise.verbs.skip import Skip
 from phasewise.verbs.traits import Traits
 
 NAME = "lazyllm"
@@ -99,12 +102,11 @@ class _Walk:
     waiting: dict[int, Late | None] = field(default_factory=dict)  # by layer, where that has changed
 
 
-class Lazy:
+class Lazy(Attend, Evict, Skip):
     """One runtime for three slots: which rows run a layer, what the last one attends to, and nothing of its own about
     what is read. A request's drawer holds the waiting rows, by the layer that they have run last: their positions
     int64 [r], increasing, and what that layer has made of them [r, d]."""
 
-    observes = 0
     everything = True
 
     def __init__(self, knobs: LazyLLM, config: ModelConfig, dtype: torch.dtype) -> None:
@@ -125,9 +127,6 @@ class Lazy:
             walk.waiting[layer - 1] = Late(walk.left.tolist(), x[walk.left])
         walk.left = None
         return walk.here
-
-    def unused(self, layers: int) -> Sequence[int]:
-        return ()
 
     def late(self, layer: int, span: Span) -> Late | None:
         if layer == 0:  # also where a step is tried again
@@ -177,12 +176,6 @@ class Lazy:
     def scores(self, read: Read) -> Tensor:
         """The weights of the read's last row, averaged over its heads, float32 [N]."""
         return probe(read, [read.q.shape[0] - 1])[:, :, 0].mean((0, 1))
-
-    def due(self, request: Request) -> bool:
-        return False
-
-    def keep(self, request: Request, layer: int) -> Tensor | None:
-        return None
 
     def places(self, layer: int, shape: KVShape) -> int:
         return int(bool(self.shares) and layer >= min(self.shares))  # none goes, but some come late

@@ -18,6 +18,7 @@ from phasewise.errors import UserError
 from phasewise.step.span import Span
 from phasewise.verbs.host import Host
 from phasewise.verbs.method import Method
+from phasewise.verbs.skip import Skip
 from phasewise.verbs.traits import Traits
 
 
@@ -65,7 +66,7 @@ class SkipDecode(Method):
         return _SkipDecode([self.depth(layers, token) for token in range(self.tokens + 1)], layers, self.warm)
 
 
-class _SkipDecode:
+class _SkipDecode(Skip):
     """`upto[layer]`: how many generated tokens, the first ones, run a layer; None: all of them."""
 
     def __init__(self, depths: Sequence[int], layers: int, warm: int) -> None:

@@ -21,6 +21,7 @@ from phasewise.model.lowrank import Delta, shapes
 from phasewise.step.span import Span
 from phasewise.verbs.host import Host
 from phasewise.verbs.method import Method
+from phasewise.verbs.skip import Skip
 from phasewise.verbs.traits import Traits
 
 RANK = 16  # of the low-rank weights of each linear layer that runs
@@ -69,7 +70,7 @@ class Unified(Method):
         return _Unified(walk, config.layers, Delta(tensors, host.model.dtype, host.model.device))
 
 
-class _Unified:
+class _Unified(Skip):
     def __init__(self, walk: tuple[int, ...], layers: int, delta: Delta | None) -> None:
         self.walk, self.delta = walk, delta
         self.skipped = frozenset(range(layers)).difference(walk)

@@ -30,6 +30,7 @@ from phasewise.step.probe import probe, received
 from phasewise.step.read import Read
 from phasewise.step.span import Span
 from phasewise.step.trail import Trail
+from phasewise.verbs.evict import Evict
 from phasewise.verbs.host import Host
 from phasewise.verbs.method import Method
 from phasewise.verbs.store import Storing
@@ -103,14 +104,12 @@ class ZipCache(Method, Storing):
         return Saliency(self, host.model.config)
 
 
-class Saliency:
+class Saliency(Evict):
     """The evict method beside the store, which gives no row up: it says how much rows matter.
 
     A request's drawers hold, for each slot of a prompt, the sum of what probes gave it; and later, for the rows of a
     block that has just filled, what its last row gave them. Both are noted along the path of rows that stay.
     """
-
-    observes = 0
 
     def __init__(self, knobs: ZipCache, config: ModelConfig) -> None:
         self.knobs, self.attention, self.heads = knobs, config.attention, (config.kv_heads, config.heads)
@@ -207,12 +206,6 @@ class Saliency:
         return seeing.clamp(min=1)
 
     # ---- what an evict method is asked
-    def due(self, request: Request) -> bool:
-        return False
-
-    def keep(self, request: Request, layer: int) -> Tensor | None:
-        return None
-
     def places(self, layer: int, shape: KVShape) -> int:
         return 0
 

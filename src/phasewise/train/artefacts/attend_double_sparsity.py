@@ -29,6 +29,7 @@ from phasewise.step.plan import AttentionPlan, Custom
 from phasewise.step.read import Read
 from phasewise.step.span import Span
 from phasewise.train.artefacts import ArtefactJob
+from phasewise.verbs.attend import Attend
 
 TOKENS, ROW = 131_072, 512
 
@@ -70,7 +71,7 @@ def measure(model: Model, rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
     return {f"{layer}.weight": total / seen.rows[layer] for layer, total in seen.totals.items()}
 
 
-class _Seen:
+class _Seen(Attend):
     """Dense attention that adds up |q k| of every channel, by layer: totals float32 [H, D] of so many rows."""
 
     def __init__(self) -> None:
