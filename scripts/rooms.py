@@ -37,6 +37,7 @@ VERBS = ("place", "schedule", "decode", "draft", "verify", "attend", "evict", "s
 SHARED = (
     "host",
     "method",
+    "slot",
     "traits",
     "conflict",
 )  # files of verbs/ that belong to no verb
