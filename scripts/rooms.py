@@ -22,7 +22,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 # from the ground up: a room imports from rooms named before it
 ROOMS = (
     "errors", "child", "known", "catalog", "ops", "gguf", "model", "request", "kv", "step", "verbs", "speculation",
-    "engine", "cluster", "methods", "doors", "train", "bench", "report", "reproduce", "plan", "serve", "cli",
+    "engine", "cluster", "methods", "doors", "train", "bench", "plan", "report", "reproduce", "serve", "cli",
 )  # fmt: skip
 ALONE = {
     "errors": "errors",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy
 import pytest
 
 from phasewise.bench.goodput import FAR, GoodputPoint, Target, bisect, draw, goodput, sweep, table
@@ -90,7 +91,9 @@ def test_bisection_ends_where_nothing_or_everything_holds() -> None:
     assert max(machine.tried) == 2.0 * FAR and table(points, targets)[1] == [["a", f"at least {2 * FAR:.2f}"]]
 
 
-@pytest.mark.parametrize("text", ["tight", "tight=5", "tight=a/b", "=5/6", "x=0/5", "x=5/-1", "x=nan/1"])
+@pytest.mark.parametrize(
+    "text", ["tight", "tight=5", "tight=a/b", "=5/6", "x=0/5", "x=5/-1", "x=nan/1", "x=//", "x=1/2/3/4", "x=inf/1"]
+)
 def test_bad_targets_are_named(text: str) -> None:
     with pytest.raises(UserError, match="is not a target"):
         Target.parse(text)
@@ -99,6 +102,23 @@ def test_bad_targets_are_named(text: str) -> None:
 def test_targets_are_milliseconds() -> None:
     assert Target.parse("tight=500/60") == Target("tight", SLO(0.5, 0.06))
     assert str(Target.parse("tight=500/60")) == "tight (TTFT 500 ms, TPOT 60 ms)"
+    assert Target.parse("smooth=500//120") == Target("smooth", SLO(0.5, None, 0.12))
+    assert str(Target.parse("all=1/2/3")) == "all (TTFT 1 ms, TPOT 2 ms, P99 TBT 3 ms)"
+
+
+def test_the_tail_of_a_stream_is_a_target_of_its_own() -> None:
+    """One long gap among many leaves the mean where it was; of several tokens at once, all but one come after 0 s."""
+    trace = Trace(0.0)
+    for i in range(100):
+        trace.emitted(0.1 + 0.01 * i + (0.5 if i >= 50 else 0.0), 1)
+    stalled = ServedRequest(trace, 10)
+    assert stalled.meets(SLO(0.2, 0.02)) and not stalled.meets(SLO(0.2, 0.02, 0.015))
+    steps = [0.01] * 98 + [0.51]
+    assert stalled.meets(SLO(tbt=float(numpy.quantile(steps, 0.99)) + 1e-9))
+    assert not stalled.meets(SLO(tbt=float(numpy.quantile(steps, 0.99)) - 1e-3))
+    trace.emitted(2.0, 200)
+    assert sorted(trace.tbt) == pytest.approx(sorted([*steps, 2.0 - trace.tokens[-2], *[0.0] * 199]))
+    assert ServedRequest(trace, 10).meets(SLO(tbt=0.02)), "two long gaps are less than a hundredth of 299"
 
 
 @pytest.mark.thorough

@@ -60,6 +60,9 @@ def test_failures_count_nowhere_but_as_failures() -> None:
         (SLO(tpot=0.31), 2),
         (SLO(tpot=0.2), 1),
         (SLO(ttft=0.5, tpot=0.01), 0),
+        (SLO(tbt=0.31), 2),
+        (SLO(tbt=0.2), 1),
+        (SLO(tbt=0.01), 0),
     ],
 )
 def test_goodput_counts_requests_within_both_targets(slo: SLO, met: int) -> None:

@@ -26,6 +26,23 @@ def test_numbers_come_as_a_table_and_as_json(tmp_path: Path, capsys: pytest.Capt
     assert numbers["good_share"] == 1.0 and numbers["goodput_per_device_per_s"] == numbers["goodput_per_s"] / 2
 
 
+def test_the_tail_is_a_target_of_simulations_and_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, plan = tmp_path / "n.json", tmp_path / "p.toml"
+    words = ["--device", "h100", "--model", "pocket", "--requests", "300", "--tbt", "1"]
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", *words, "--rate", "50", "--out", str(out)])
+    said, numbers = capsys.readouterr().out, json.loads(out.read_text())
+    assert not ended.value.code and "| TBT |" in said
+    assert numbers["good_share"] == 1.0 and 0 < numbers["tbt_p50_s"] <= numbers["tbt_p99_s"] < 1e-3
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *words, "--places", "colocated", "--schedules", "sarathi", "--config", str(plan), "--ttft", "2",
+              "--workload", "fixed:prompt=1000,new=8"])  # fmt: skip
+    said = capsys.readouterr()
+    assert not ended.value.code and "the target of P99 TBT is a fifth tighter" in said.out, said.err
+    assert json.loads(plan.with_suffix(".plan.json").read_text())["tbt"] == 0.001
+    assert "tbt" not in plan.read_text(), "a server has no such target"
+
+
 @pytest.mark.parametrize(("text", "error"), [
     ("", "lacks the column TIMESTAMP"), ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "has 0 requests"),
     ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,4,4\n", "none from start=1 on"),
@@ -81,6 +98,8 @@ def test_a_profile_of_another_machine_is_noted(
         (["simulate", "--device", "h1000", "--model", "pocket"], "unknown device 'h1000'"),
         (["simulate", "--profile", "none.json"], "the profile 'none.json' cannot be read"),
         ([*DEVICE, "--goodput"], "--goodput needs targets"),
+        (["plan", *DEVICE[1:5]], "targets are needed"),
+        (["plan", *DEVICE[1:5], "--tbt", "0"], "targets are milliseconds above 0"),
         ([*DEVICE, "--rate", "-1"], "rate=-1 is not a rate"),
         ([*DEVICE, "--place", "disaggregated", "--device", "prefill=h100"], "no device is given for decode workers"),
         ([*DEVICE, "--device", "decoed=l4,h100"], "a device is given for 'decoed' workers"),

@@ -6,6 +6,7 @@ from itertools import pairwise, repeat
 from random import Random
 from statistics import fmean
 
+import numpy
 import pytest
 
 from phasewise.bench.workloads import Fixed, Lognormal, Shared
@@ -15,7 +16,7 @@ from phasewise.plan.beside import Beside, slowed
 from phasewise.plan.link import Link
 from phasewise.plan.sequence import SimulatedRequest
 from phasewise.plan.serving import Serving
-from phasewise.plan.simulate import LoadOutcome, goodput, run
+from phasewise.plan.simulate import LoadOutcome, capacity, goodput, run
 from phasewise.request.params import SLO
 from tests.plan.scenarios import ROW, Linear, in_turn, scenario
 
@@ -114,6 +115,62 @@ def test_a_stream_waits_for_a_chunk_or_for_a_whole_prompt() -> None:
         gaps[schedule] = 2 * stream.tpot  # its two gaps together
     assert gaps["sarathi:budget=64"] == pytest.approx(2 * (a + b * tau))
     assert gaps["prefill_first"] == pytest.approx((a + b * long) + 2 * (a + b))  # the stall, and two tokens
+
+
+@pytest.mark.parametrize("schedule", ["sarathi:budget=64", "prefill_first"])
+def test_times_between_tokens_are_those_of_their_steps(schedule: str) -> None:
+    """A stream of 41 tokens, beside whose second step on a prompt of 2,000 rows comes: every step is a gap."""
+    a, b = 0.01, 1e-4
+    slo = SLO(tbt=1.0)
+    stream = SimulatedRequest("s", range(4), 41, 0.0, slo)
+    other = SimulatedRequest("p", range(9000, 11000), 1, 0.005, slo)
+    outcome = run(scenario(Linear(a, b), schedule=schedule), [stream, other])
+    chunks, stall = divmod(2000, 63), a + b * 2000
+    decodes = [a + b] * 39
+    steps = [*[a + 64 * b] * chunks[0], a + b * (chunks[1] + 1)] + [a + b] * (39 - chunks[0])
+    expected = steps if schedule.startswith("sarathi") else [a + b + stall, *decodes]
+    assert sorted(stream.tbt) == pytest.approx(sorted(expected), abs=1e-9)
+    assert stream.waited == 0.0 and other.tbt == []
+    assert outcome.numbers()["tbt_p99_s"] == pytest.approx(numpy.quantile(expected, 0.99))
+    met = [stream.meets(SLO(tbt=tail)) for tail in (a + 65 * b, 0.2)]
+    assert met == ([True, True] if schedule.startswith("sarathi") else [False, True])
+
+
+@pytest.mark.parametrize("place", ["colocated", *PLACES])
+def test_times_of_tokens_survive_moves_and_deaths(place: str) -> None:
+    """One time per token, rising, from the first token to the last."""
+    deaths = [] if place in ("colocated", "semi_pd") else [(0.3, 0), (0.7, 3), (1.1, 1)]
+    made = scenario(Linear(0.005, 1e-4), place, kv_bytes=8_000 * ROW, deaths=deaths)
+    for job in run(made, Load(Lognormal(), 60, 40.0).jobs(SLO(tbt=0.1))).jobs:
+        times = job.stamps.tokens
+        assert times is not None and len(times) == job.new and times == sorted(times)
+        assert times[-1] == job.last_token and (deaths or times[0] == job.first_token)
+
+
+@pytest.mark.parametrize("tbt", [0.05, 1.0])
+def test_capacity_is_the_highest_rate_within_tail_and_queue(tbt: float) -> None:
+    """By the definition, at the rate that is found and a bit above it."""
+    load, made = Load(Fixed(400, 20), 200, 1.0), scenario(Linear(0.01, 1e-4), schedule="prefill_first")
+
+    def holds(rate: float) -> bool:
+        jobs = run(made, load.jobs(SLO(tbt=1.0), rate)).jobs
+        waits = sorted((job.stamps.begun or 0.0) - job.arrived for job in jobs)
+        gaps = [b - a for job in jobs for a, b in pairwise(job.stamps.tokens or ())]
+        return bool(numpy.quantile(gaps, 0.99) <= tbt and numpy.median(waits) <= 0.5)
+
+    best = capacity(made, load, tbt, delay=0.5)
+    assert best.bounded and best.rate > 0.1 and holds(best.rate) and not holds(best.rate / 0.97)
+
+
+def test_a_tight_tail_is_carried_by_chunks_and_not_by_whole_prompts() -> None:
+    """A whole prompt takes 0.05 s, a chunk of 64 rows 0.0164 s."""
+    load = Load(Fixed(400, 20), 200, 1.0)
+    chunks, whole = (
+        capacity(scenario(Linear(0.01, 1e-4), schedule=name), load, 0.02).rate
+        for name in ("sarathi:budget=64", "prefill_first")
+    )
+    assert chunks > 4 * whole
+    assert capacity(scenario(Linear(0.01, 1e-4)), load, 0.005).rate < 1e-5, "a step alone takes longer"
 
 
 @pytest.mark.parametrize("slow", [0.25, 4.0])

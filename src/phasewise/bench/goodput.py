@@ -1,4 +1,4 @@
-"""Goodput: the highest rate of requests at which a share of them still meets its TTFT and TPOT targets."""
+"""Goodput: the highest rate of requests at which a share of them still meets its TTFT, TPOT and P99 TBT targets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from phasewise.bench import figures
-from phasewise.bench.latency import ServedRequest, percentile
+from phasewise.bench.latency import TAIL, ServedRequest, percentile
 from phasewise.errors import UserError
 from phasewise.request.params import SLO
 
@@ -27,20 +27,24 @@ class Target:
 
     @classmethod
     def parse(cls, text: str) -> Target:
-        """From NAME=TTFT/TPOT in milliseconds, such as tight=500/60. Raises UserError."""
-        name, equals, rest = text.partition("=")
-        ttft, slash, tpot = rest.partition("/")
+        """From NAME=TTFT/TPOT or NAME=TTFT/TPOT/TBT in milliseconds, such as tight=500/60; TBT is the 99th percentile
+        of a stream. An empty part is no target. Raises UserError."""
+        name, _, rest = text.partition("=")
+        parts = rest.split("/")
         try:
-            slo = SLO(float(ttft) / 1e3, float(tpot) / 1e3)
+            values = [float(part) / 1e3 if part.strip() else None for part in parts]
         except ValueError:
-            slo = SLO()
-        if not (name and equals and slash and slo.ttft and slo.tpot and min(slo.ttft, slo.tpot) > 0):
-            raise UserError(f"{text!r} is not a target: write NAME=TTFT/TPOT in milliseconds, such as tight=500/60")
-        return cls(name, slo)
+            values = []
+        given = [value for value in values if value is not None]
+        if not (name and 2 <= len(parts) <= 3 and given and all(0 < value < math.inf for value in given)):
+            raise UserError(f"{text!r} is not a target: write NAME=TTFT/TPOT or NAME=TTFT/TPOT/TBT in milliseconds, "
+                            "such as tight=500/60 or smooth=500//120")  # fmt: skip
+        return cls(name, SLO(*values))
 
     def __str__(self) -> str:
-        assert self.slo.ttft is not None and self.slo.tpot is not None
-        return f"{self.name} (TTFT {self.slo.ttft * 1e3:g} ms, TPOT {self.slo.tpot * 1e3:g} ms)"
+        named = (("TTFT", self.slo.ttft), ("TPOT", self.slo.tpot), ("P99 TBT", self.slo.tbt))
+        said = ", ".join(f"{what} {value * 1e3:g} ms" for what, value in named if value is not None)
+        return f"{self.name} ({said})"
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,11 @@ class GoodputPoint:
             "contender": self.contender, "rate": self.rate, "requests": len(self.served),
             "failed": len(self.served) - len(good),
         }  # fmt: skip
-        series = {"ttft": [one.trace.ttft for one in good], "tpot": [one.trace.tpot for one in good]}
+        series = {
+            "ttft": [one.trace.ttft for one in good],
+            "tpot": [one.trace.tpot for one in good],
+            "tbt": [percentile(one.trace.tbt, TAIL) for one in good],
+        }
         for name, values in series.items():
             known = [value for value in values if value is not None]
             row |= {f"{name}_p{q * 100:.0f}_s": percentile(known, q) for q in (0.5, 0.9)}

@@ -10,6 +10,7 @@ from phasewise.request.params import SLO
 from phasewise.request.trace import Trace
 
 QUANTILES = (0.5, 0.9, 0.99)
+TAIL = 0.99  # of the times between tokens, which a target bounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +26,10 @@ class ServedRequest:
         return sum(self.trace.counts)
 
     def meets(self, slo: SLO) -> bool:
-        """True if it came in full and within both targets (a missing target is met)."""
-        ttft, tpot = self.trace.ttft, self.trace.tpot
-        if self.error is not None or ttft is None:
+        """True if it came in full and within all targets (a missing target is met)."""
+        if self.error is not None or self.trace.ttft is None:
             return False
-        return (slo.ttft is None or ttft <= slo.ttft) and (slo.tpot is None or tpot is None or tpot <= slo.tpot)
+        return slo.met(self.trace.ttft, self.trace.tpot, lambda: percentile(self.trace.tbt, TAIL))
 
 
 def percentile(values: Sequence[float], q: float) -> float | None:
@@ -45,7 +45,8 @@ def percentile(values: Sequence[float], q: float) -> float | None:
 def summary(served: Sequence[ServedRequest], seconds: float, slo: SLO | None = None) -> dict[str, float | int | None]:
     """Flat numbers, times in seconds. Latencies count requests that came in full; rates count over `seconds`.
 
-    ITL is the gap between successive emissions, each of which may hold several tokens; TPOT is per token.
+    ITL is the gap between successive emissions, each of which may hold several tokens; TBT is that between successive
+    tokens; TPOT is the mean per token.
     """
     good = [one for one in served if one.error is None]
     out = sum(one.new_tokens for one in good)
@@ -64,12 +65,13 @@ def summary(served: Sequence[ServedRequest], seconds: float, slo: SLO | None = N
         "ttft": [t for one in good if (t := one.trace.ttft) is not None],
         "tpot": [t for one in good if (t := one.trace.tpot) is not None],
         "itl": [gap for one in good for gap in one.trace.itl],
+        "tbt": [gap for one in good for gap in one.trace.tbt],
     }
     for name, values in series.items():
         for q in QUANTILES:
             numbers[f"{name}_p{q * 100:.0f}_s"] = percentile(values, q)
-    if slo is not None and (slo.ttft is not None or slo.tpot is not None):
+    if slo:
         met = sum(one.meets(slo) for one in served)
-        numbers |= {"ttft_target_s": slo.ttft, "tpot_target_s": slo.tpot}
+        numbers |= {"ttft_target_s": slo.ttft, "tpot_target_s": slo.tpot, "tbt_target_s": slo.tbt}
         numbers |= {"goodput_per_s": met / seconds, "good_share": met / len(served) if served else None}
     return numbers

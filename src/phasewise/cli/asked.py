@@ -85,16 +85,31 @@ class Targets:
         None
     )
     tpot: Annotated[
-        float | None, typer.Option(min=0.0, metavar="MS", help="Target for the time per further token.")
+        float | None, typer.Option(min=0.0, metavar="MS", help="Target for the time per further token, the mean.")
+    ] = None
+    tbt: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0, metavar="MS", help="Target for the times between a stream's tokens, their 99th percentile."
+        ),
     ] = None
 
     def slo(self) -> SLO:
         from phasewise.request.params import SLO
 
-        return SLO(*(None if target is None else target / 1e3 for target in (self.ttft, self.tpot)))
+        return SLO(*(None if target is None else target / 1e3 for target in (self.ttft, self.tpot, self.tbt)))
+
+    def asked(self) -> SLO:
+        """The same. Raises UserError where there is none, or one that nothing could meet."""
+        given = [target for target in (self.ttft, self.tpot, self.tbt) if target is not None]
+        if not given:
+            raise UserError("targets are needed: add --ttft MS, --tpot MS, --tbt MS or several of them")
+        if min(given) <= 0:
+            raise UserError("targets are milliseconds above 0: --ttft 500 --tpot 50")
+        return self.slo()
 
     def arguments(self) -> list[str]:
-        """The same targets as options of `phasewise serve`."""
+        """The targets that a server schedules by, as options of `phasewise serve`: it has none for --tbt."""
         given = {"--slo-ttft": self.ttft, "--slo-tpot": self.tpot}
         return [word for name, ms in given.items() if ms is not None for word in (name, str(ms))]
 

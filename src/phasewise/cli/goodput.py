@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
     Timings = Sequence[ServedRequest]
 
+NAMED = typer.Option(
+    metavar="NAME=TTFT/TPOT[/TBT]",
+    help="Targets in milliseconds; TBT is the 99th percentile of a stream; may be repeated.",
+)
 WARM = 4  # requests before the first that count
 
 
@@ -31,15 +35,13 @@ def goodput(
     settings: Annotated[
         list[str], typer.Argument(metavar="VERB=METHOD...", help="Settings. One may set several verbs, after spaces.")
     ],
-    slo: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=TTFT/TPOT", help="Targets in milliseconds; may be repeated.")
-    ] = None,
+    slo: Annotated[list[str] | None, NAMED] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw all of --out: a figure per workload and target.")] = None,
     load: Rates = RATES,
     asked: BenchRequests = ASKED,
     engine: EngineOptions = DEFAULTS,
 ) -> None:
-    """Find the goodput of each setting: the rate at which 90 % of the requests meet their TTFT and TPOT targets.
+    """Find the goodput of each setting: the rate at which 90 % of the requests meet their latency targets.
 
     Every setting gets a server of its own and the same requests over HTTP, which do not wait for answers. Lengths are
     the same at each rate, prompts are new. Use a quiet machine.
@@ -51,6 +53,7 @@ def goodput(
 
       phasewise bench goodput schedule=sarathi schedule=prefill_first --rates 1,2,3 --slo tight=300/50
       phasewise bench goodput schedule=sarathi place=disaggregated --slo a=500/60 --slo b=2000/200
+      phasewise bench goodput schedule=sarathi schedule=prefill_first --slo smooth=1000//120
       phasewise bench goodput schedule=sarathi --rates 1,4 --precision 0.1 --requests 100
       phasewise bench goodput schedule=sarathi schedule=layered --out g.jsonl --plot g.png
     """

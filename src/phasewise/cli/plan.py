@@ -108,7 +108,7 @@ def plan(
 
     For every placement, pool size, schedule, degree of parallelism, recipe and
     (with --accept) number of guesses, bisection finds the highest rate at which
-    90 % of the requests meet both targets. The best choice per device (or joule,
+    90 % of the requests meet all targets. The best choice per device (or joule,
     or unit of money) is repeated as often as --rate needs or --devices allow.
     Then each assumption is made worse, to show what the choice depends on.
 
@@ -121,17 +121,13 @@ def plan(
       phasewise plan --profile profile.json --ttft 500 --tpot 50 --replan http://localhost:8000
       phasewise plan --device h100 --devices 4 --goal power --model DIR --workload trace:path=azure.csv --ttft 1000
     """
-    slo = targets.slo()
-    if slo.ttft is None and slo.tpot is None:
-        raise UserError("a plan needs targets: add --ttft MS, --tpot MS or both")
-    if not all(target is None or target > 0 for target in (slo.ttft, slo.tpot)):
-        raise UserError("targets are milliseconds above 0: --ttft 500 --tpot 50")
+    slo = targets.asked()
     if space.goal not in GOALS:
         raise UserError(f"unknown goal {space.goal!r}. {near(space.goal, GOALS)}")
     from phasewise.plan import search
 
     question, where = _asked(space, costs, asked, served, slo)
-    for line in [*doubts(targets.ttft, targets.tpot, served.link), *costs.about()]:
+    for line in [*doubts(targets, served.link), *costs.about()]:
         print(f"note: {line}")
     if written.replan is not None:
         raise typer.Exit(0 if watch(written, question, where) else MISFIT)
@@ -224,7 +220,7 @@ def _assumptions(question: Question) -> list[Assumption]:
     found.append(
         Assumption("the load lasts twice as long", replace(question, load=replace(load, requests=2 * load.requests)))
     )
-    for name, target in (("TTFT", "ttft"), ("TPOT", "tpot")):
+    for name, target in (("TTFT", "ttft"), ("TPOT", "tpot"), ("P99 TBT", "tbt")):
         if (value := getattr(question.slo, target)) is not None:
             tighter = replace(question.slo, **{target: 0.8 * value})
             found.append(Assumption(f"the target of {name} is a fifth tighter", replace(question, slo=tighter)))
@@ -296,4 +292,5 @@ def _keep(config: Path, best: Tried, question: Question, rate: float | None) -> 
 
     jobs = question.load.jobs(question.slo)
     prompt, new = (sum(numbers) / len(jobs) for numbers in zip(*((job.prompt_len, job.new) for job in jobs)))
-    Assumed(best.choice, rate, best.rate, prompt, new, question.slo.ttft, question.slo.tpot).save(beside(config))
+    slo = question.slo
+    Assumed(best.choice, rate, best.rate, prompt, new, slo.ttft, slo.tpot, slo.tbt).save(beside(config))

@@ -52,10 +52,11 @@ def watch(
 ) -> bool:
     """Look until the plan does not fit, and say what would. -> whether it fits, where one window is asked for"""
     from phasewise.plan.watch import FEWEST, Assumed, misfits, read, window
+    from phasewise.request.params import SLO
 
     kept = beside(watched.config)
     assumed = Assumed.load(kept)
-    if (assumed.ttft, assumed.tpot) != (question.slo.ttft, question.slo.tpot):
+    if SLO(assumed.ttft, assumed.tpot, assumed.tbt) != question.slo:
         raise UserError(f"the targets are not those of the plan in {kept}: plan again, or give the same")
     assert watched.replan is not None
     bad, needed = 0, 1 if watched.once else watched.windows

@@ -188,8 +188,8 @@ def simulate(
       phasewise simulate --device aiconfigurator:h100_sxm/trtllm --model DIR --ways 2 --rate 20
     """
     slo = targets.slo()
-    if find_goodput and slo.ttft is None and slo.tpot is None:
-        raise UserError("--goodput needs targets: add --ttft MS, --tpot MS or both")
+    if find_goodput and not slo:
+        raise UserError("--goodput needs targets: add --ttft MS, --tpot MS, --tbt MS or several of them")
     from phasewise.plan import setting as settings
     from phasewise.plan.simulate import goodput, run
 
@@ -199,7 +199,7 @@ def simulate(
     scenario = setting.scenario(costs.source(), served.replicas, settings.deaths(served.die or ()), asked.seed)
     _check_roles(scenario.policy(), costs.device)
     jobs = load.jobs(slo)
-    for line in [*doubts(targets.ttft, targets.tpot, served.link), *costs.about()]:
+    for line in [*doubts(targets, served.link), *costs.about()]:
         print(f"note: {line}")
     started = time.perf_counter()
     with counting("requests", len(jobs)) as tell:
@@ -231,7 +231,9 @@ def _tell(numbers: dict[str, Any], what: str, seconds: float) -> None:
 
     print(f"{what}: {numbers['requests']} requests on {numbers['workers']} workers\n")
     rows = [
-        [name.upper(), *(milliseconds(numbers[f"{name}_p{q}_s"]) for q in (50, 90, 99))] for name in ("ttft", "tpot")
+        [name.upper(), *(milliseconds(numbers[f"{name}_p{q}_s"]) for q in (50, 90, 99))]
+        for name in ("ttft", "tpot", "tbt")
+        if f"{name}_p50_s" in numbers
     ]
     show.table(["", "p50", "p90", "p99"], rows)
     print(f"\n{numbers['requests_per_s']:.3g} requests/s, {numbers['output_tokens_per_s']:.4g} tokens/s, workers busy "

@@ -11,6 +11,7 @@ from typing import Literal
 
 from phasewise import catalog
 from phasewise.bench.goodput import SHARE
+from phasewise.bench.latency import TAIL, percentile
 from phasewise.errors import UserError
 from phasewise.plan.arrivals import Load
 from phasewise.plan.setting import CostsByRole, ServerSetting
@@ -188,9 +189,12 @@ def impossible(choices: Sequence[Choice], question: Question) -> str:
     nearest: tuple[float, str] | None = None
     slo = question.slo
     for choice in choices:
-        numbers = question.at(choice, TRICKLE).numbers(slo)
+        outcome = question.at(choice, TRICKLE)
+        numbers = outcome.numbers(slo)
         seen = {"ttft": numbers["ttft_p90_s"], "tpot": numbers["tpot_p90_s"]}
-        targets = {"ttft": slo.ttft, "tpot": slo.tpot}
+        tails = [tail for job in outcome.jobs if (tail := percentile(job.tbt, TAIL)) is not None]
+        seen["p99 tbt"] = percentile(tails, SHARE)
+        targets = {"ttft": slo.ttft, "tpot": slo.tpot, "p99 tbt": slo.tbt}
         over = max(((seen[k] or 0.0) / target for k, target in targets.items() if target), default=math.inf)
         if nearest is None or over < nearest[0]:
             said = ", ".join(f"{k.upper()} {1e3 * seen[k]:.3g} ms" for k in targets if targets[k] and seen[k])

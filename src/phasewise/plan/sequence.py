@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from phasewise.bench.latency import TAIL, percentile
 from phasewise.plan.drafts import NONE, Drafts
 from phasewise.request.params import SLO, Params
 from phasewise.request.request import Departure
@@ -17,16 +20,31 @@ if TYPE_CHECKING:
 _PARAMS, _SLO = Params(), SLO()  # of requests that ask for nothing else
 
 
+@dataclass(slots=True, eq=False)
+class Stamps:
+    """Moments of one request, seconds, noted by the engines that compute it. `begun`: the first step that has rows of
+    it. `tokens`: when each came; None: not noted, as nobody asks and it takes time."""
+
+    tokens: list[float] | None
+    begun: float | None = None
+
+    def resume(self, n: int) -> None:
+        """It goes on from so many tokens: those that nobody was told of are computed again."""
+        if self.tokens is not None:
+            del self.tokens[n:]
+
+
 class SimulatedRequest:
     """A request of a load: `tokens` to read, `new` tokens to write, and what it was given when.
 
     The router takes it for a `Request`. `tokens` are those of the prompt, as far as anybody asks who they are; see
     `plan.arrivals`. `arrived` is when it was sent, seconds; the router hears of it after the lag of its server.
+    `stamps`: what its steps note of it, wherever they run.
     """
 
     __slots__ = (
         "arrived", "computed", "first_token", "high_water", "id", "known", "last_token", "left", "new", "params",
-        "parent", "pool", "prompt_len", "recalled", "recipe", "scores", "slo", "tokens", "trace",
+        "parent", "pool", "prompt_len", "recalled", "recipe", "scores", "slo", "stamps", "tokens", "trace",
     )  # fmt: skip
 
     def __init__(self, id: str, tokens: Sequence[int], new: int, arrived: float, slo: SLO = _SLO) -> None:
@@ -40,6 +58,7 @@ class SimulatedRequest:
         self.last_token: float | None = None
         self.left: Departure | None = None
         self.trace = Trace()
+        self.stamps = Stamps([] if slo.tbt is not None else None)
 
     # ---- what the router asks of a request
     @property
@@ -85,12 +104,21 @@ class SimulatedRequest:
             return None
         return (self.last_token - self.first_token) / (self.n_out - 1)
 
+    @property
+    def waited(self) -> float | None:
+        """Seconds from its arrival to the first step that computes rows of it: its scheduling delay."""
+        return None if self.stamps.begun is None else self.stamps.begun - self.arrived
+
+    @property
+    def tbt(self) -> list[float]:
+        """Times between its tokens, seconds. They are known where its targets name one for them."""
+        times = self.stamps.tokens
+        return [] if times is None else [later - earlier for earlier, later in pairwise(times)]
+
     def meets(self, slo: SLO) -> bool:
-        """It came in full and within both targets; a missing target is met."""
-        ttft, tpot = self.ttft, self.tpot
-        if not self.finished or ttft is None:
-            return False
-        return (slo.ttft is None or ttft <= slo.ttft) and (slo.tpot is None or tpot is None or tpot <= slo.tpot)
+        """It came in full and within all targets; a missing target is met."""
+        ttft = self.ttft
+        return self.finished and ttft is not None and slo.met(ttft, self.tpot, lambda: percentile(self.tbt, TAIL))
 
 
 class SimulatedSequence:
@@ -128,6 +156,7 @@ class SimulatedSequence:
         "rows",
         "slice",
         "slo",
+        "stamps",
         "state",
         "tokens",
         "told",
@@ -138,6 +167,7 @@ class SimulatedSequence:
         self.tokens: Sequence[int] = source.tokens
         self.new: int = source.new
         self.slo: SLO = source.slo
+        self.stamps: Stamps = source.stamps
         self.arrived: float = source.arrived
         self.first_token: float | None = source.first_token
         self.last_token: float | None = source.last_token
@@ -145,6 +175,7 @@ class SimulatedSequence:
         self.high_water: int = source.high_water
         self.prompt_len: int = source.prompt_len
         self.attempt, self.told = attempt, self.known
+        self.stamps.resume(self.known - self.prompt_len)
         self.params, self.recipe, self.parent = _PARAMS, "", None
         self.depth = self.layers = self.gained = 0
         self.drafts: Drafts = NONE
@@ -205,6 +236,8 @@ class SimulatedSequence:
         self.known += self.gained
         self.rows = 1 + self._guesses if self.drafts.depth else 1
         self.last_token = now
+        if self.stamps.tokens is not None:
+            self.stamps.tokens.extend([now] * self.gained)
         if self.first_token is None:
             self.first_token = now
         if self.known >= self.prompt_len + self.new:

@@ -11,7 +11,7 @@ from typing import Any
 
 import phasewise.cluster
 from phasewise.bench.goodput import SHARE
-from phasewise.bench.latency import QUANTILES, percentile
+from phasewise.bench.latency import QUANTILES, TAIL, percentile
 from phasewise.cluster.policy import Policy
 from phasewise.errors import UserError
 from phasewise.plan.arrivals import Load
@@ -21,6 +21,8 @@ from phasewise.plan.simulated_cluster import ClusterLayout, SimulatedCluster
 from phasewise.request.counters import Counters
 from phasewise.request.params import SLO
 from phasewise.verbs.place import Placing
+
+DELAY = 2.0  # seconds of median scheduling delay, up to which a rate is taken to be carried
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,9 @@ class LoadOutcome:
         for name, values in series.items():
             known = [value for value in values if value is not None]
             found |= {f"{name}_p{q * 100:.0f}_s": percentile(known, q) for q in QUANTILES}
+        if any(job.stamps.tokens is not None for job in self.jobs):
+            gaps = [gap for job in good for gap in job.tbt]
+            found |= {f"tbt_p{q * 100:.0f}_s": percentile(gaps, q) for q in QUANTILES}
         found |= {
             "busy_share": sum(engine.busy for engine in engines) / (self.workers * self.seconds or 1.0),
             "steps": done.steps,
@@ -93,8 +98,9 @@ class LoadOutcome:
             "joules": _known([engine.joules for engine in engines if engine.busy]),
             "money": _known([engine.money for engine in engines if engine.busy]),
         }
-        if slo is not None and (slo.ttft is not None or slo.tpot is not None):
-            found |= {"ttft_target_s": slo.ttft, "tpot_target_s": slo.tpot, "good_share": self.share(slo)}
+        if slo:
+            found |= {"ttft_target_s": slo.ttft, "tpot_target_s": slo.tpot, "tbt_target_s": slo.tbt}
+            found["good_share"] = self.share(slo)
         return found
 
 
@@ -182,13 +188,36 @@ class Best:
 
 
 def goodput(scenario: Scenario, load: Load, slo: SLO, share: float = SHARE, precision: float = 0.02) -> Best:
-    """Bisection on the rate, to a part `precision` of it (DistServe's search, with both targets for each request)."""
+    """The highest rate at which a share of the requests meets all targets (DistServe's search, with all targets for
+    each request)."""
 
     def at(rate: float) -> float:
         return run(scenario, load.jobs(slo, rate)).share(slo)
 
+    return highest(at, share, load.rate or 1.0, precision)
+
+
+def capacity(scenario: Scenario, load: Load, tbt: float, delay: float = DELAY, precision: float = 0.02) -> Best:
+    """Capacity as arXiv 2403.02310 has it: the highest rate at which the 99th percentile of the times between
+    tokens, of all streams together, is at most `tbt` seconds and the median scheduling delay at most `delay` seconds.
+    The share that is returned with it is 1 where both hold. Requests that fail count as a missed target."""
+
+    def at(rate: float) -> float:
+        jobs = run(scenario, load.jobs(SLO(tbt=tbt), rate)).jobs
+        if not all(job.finished for job in jobs):
+            return 0.0
+        tail = percentile([gap for job in jobs for gap in job.tbt], TAIL)
+        waited = percentile([job.waited for job in jobs if job.waited is not None], 0.5)
+        return float((tail is None or tail <= tbt) and (waited is None or waited <= delay))
+
+    return highest(at, 1.0, load.rate or 1.0, precision)
+
+
+def highest(at: Callable[[float], float], share: float, begin: float, precision: float) -> Best:
+    """Bisection on the rate, requests/s, to a part `precision` of it. `at` gives the share that is reached at a rate,
+    which falls with the rate; the first rate tried is `begin`."""
     low, reached, tried = 0.0, 0.0, 0
-    high = load.rate or 1.0
+    high = begin
     while True:  # a rate that fails
         tried += 1
         found = at(high)

@@ -151,7 +151,7 @@ class SimulatedEngine:
         works = [work for work in planned if work.job.kv is not None]
         if not works:
             return None
-        step, done = self._step(works)
+        step, done = self._step(works, now)
         self.under_way.append(UnderWay(works, None if one else [work.job.kv for work in works]))
         price = self.cost.price(step)
         seconds = price.seconds + self.guesses * self.settings.drafts.seconds
@@ -194,7 +194,7 @@ class SimulatedEngine:
                 self._found = True
             self.queues.move(cast(Any, job), self.queues.running)
 
-    def _step(self, works: Sequence[Work]) -> tuple[StepWork, int]:
+    def _step(self, works: Sequence[Work], now: float) -> tuple[StepWork, int]:
         """Sum up what the works compute, and count the prompts that are done with it. A part of the depth counts as a
         part of the rows."""
         step, done = StepWork(), 0
@@ -207,6 +207,8 @@ class SimulatedEngine:
                 step.prefill_rows += rows * share  # type: ignore[assignment]
                 step.pairs += (job.computed * rows + rows * (rows + 1) / 2) * share
                 step.prefixes += int((job.computed + rows) * share)
+                if job.stamps.begun is None:
+                    job.stamps.begun = now
                 last = work.layers is None or work.layers[1] == self.settings.layers
                 if last and job.computed + rows >= job.prompt_len:
                     done += 1

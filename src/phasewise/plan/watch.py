@@ -39,6 +39,7 @@ class Assumed:
     new: float
     ttft: float | None
     tpot: float | None
+    tbt: float | None = None
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")

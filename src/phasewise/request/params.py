@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
@@ -150,7 +150,24 @@ def _all(kind: type, given: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SLO:
-    """Targets of one request, seconds; None = no target."""
+    """Targets of one request, seconds; None = no target.
+
+    `ttft`: time to first token. `tpot`: mean time per output token after it. `tbt`: 99th percentile of the times
+    between its tokens (P99 TBT, the target of arXiv 2403.02310).
+    """
 
     ttft: float | None = None
     tpot: float | None = None
+    tbt: float | None = None
+
+    def __bool__(self) -> bool:
+        """There is a target."""
+        return any(target is not None for target in (self.ttft, self.tpot, self.tbt))
+
+    def met(self, ttft: float, tpot: float | None, tbt: Callable[[], float | None]) -> bool:
+        """Returns whether these latencies are within the targets. One that is None, for want of tokens, is. `tbt`
+        gives the 99th percentile, and is asked only where there is a target for it."""
+        for target, value in ((self.ttft, ttft), (self.tpot, tpot)):
+            if target is not None and value is not None and value > target:
+                return False
+        return self.tbt is None or (found := tbt()) is None or found <= self.tbt

@@ -134,7 +134,7 @@ class Request:
             "computed": self.computed,
             "high_water": self.high_water,
             "params": {f.name: getattr(self.params, f.name) for f in fields(Params) if f.init},
-            "slo": [self.slo.ttft, self.slo.tpot],
+            "slo": [self.slo.ttft, self.slo.tpot, self.slo.tbt],
             "recipe": self.recipe,
             "arrived": self.trace.arrived,
             "emitted": [list(pair) for pair in zip(self.trace.tokens, self.trace.counts)],

@@ -52,6 +52,11 @@ class Trace:
         return (self.tokens[-1] - self.tokens[0]) / (n - 1) if n > 1 else None
 
     @property
+    def tbt(self) -> list[float]:
+        """Times between successive tokens, seconds, in no order: those of one emission have 0 between them."""
+        return [*self.itl, *[0.0] * (sum(self.counts) - len(self.counts))]
+
+    @property
     def itl(self) -> list[float]:
         """Inter-token latencies, seconds: gaps between successive emissions."""
         return [b - a for a, b in zip(self.tokens, self.tokens[1:])]
