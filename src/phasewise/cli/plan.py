@@ -125,6 +125,7 @@ def plan(
     if space.goal not in GOALS:
         raise UserError(f"unknown goal {space.goal!r}. {near(space.goal, GOALS)}")
     from phasewise.plan import search
+    from phasewise.plan.side_by_side import cores
 
     question, where = _asked(space, costs, asked, served, slo)
     for line in [*doubts(targets, served.link), *costs.about()]:
@@ -132,14 +133,14 @@ def plan(
     if written.replan is not None:
         raise typer.Exit(0 if watch(written, question, where) else MISFIT)
     with counting("choices", len(list(where.choices()))) as tell:
-        found = search.search(where, question, tell)
+        found = search.search(where, question, tell, processes=cores())
     best, other = found[0], search.runner_up(found)
     count = search.replicas(best, space.devices, asked.rate)
     _say(found, other, space.goal, count)
     if slo.ttft is not None and asked.requests < 10 * slo.ttft * best.rate:
         print(f"note: {asked.requests} requests at that rate are over after {asked.requests / best.rate:.2g} s, too "
               "soon for a queue to show: ask for more (--requests)")  # fmt: skip
-    lines = search.sensitivity(best, other, _assumptions(question))
+    lines = search.sensitivity(best, other, _assumptions(question), cores())
     print("\nunder other assumptions, the choice keeps this share of its rate")
     for name, worth, changes in lines:
         print(f"  {worth:5.2f} {name}{'; the runner-up would be better' if changes else ''}")

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -55,13 +56,19 @@ def telling(what: str) -> Iterator[Callable[[str], None]]:
         yield status.update
 
 
+class Count(Protocol):
+    """Takes how many are done, and a word on what was found so far."""
+
+    def __call__(self, done: int, note: str = "") -> None: ...
+
+
 @contextmanager
-def counting(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar, or plain lines; the yielded function takes how many of `total` are done."""
+def counting(what: str, total: int) -> Iterator[Count]:
+    """A bar, or plain lines; the yielded function takes how many of `total` are done, and a note."""
     on = console()
     if not on.is_terminal:
         lines = ProgressLines()
-        yield lambda done: lines.tell(f"{what}: {done} of {total}")
+        yield lambda done, note="": lines.tell(f"{what}: {done} of {total}{', ' * bool(note)}{note}")
         return
     columns = (
         SpinnerColumn(),
@@ -72,4 +79,8 @@ def counting(what: str, total: int) -> Iterator[Callable[[int], None]]:
     )
     with Progress(*columns, console=on, transient=True) as bar:
         task = bar.add_task(what, total=total)
-        yield lambda done: bar.update(task, completed=done)
+
+        def tell(done: int, note: str = "") -> None:
+            bar.update(task, completed=done, description=f"{what}, {note}" if note else what)
+
+        yield tell

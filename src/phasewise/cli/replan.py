@@ -83,12 +83,13 @@ def watch(
 def _again(assumed: Assumed, seen: TrafficWindow, question: Question, space: SearchSpace) -> None:
     """The search, with what was seen."""
     from phasewise.plan.search import search
+    from phasewise.plan.side_by_side import cores
     from phasewise.plan.watch import Scaled
 
     lengths = Scaled(question.load.lengths, seen.prompt / assumed.prompt, seen.new / assumed.new)
     now = replace(question, load=replace(question.load, lengths=lengths))
     print("\nthe plan does not fit; searching with the lengths that were seen", flush=True)
-    best = search(space, now)[0]
+    best = search(space, now, processes=cores())[0]
     rate = now.goodput(now.scenario(assumed.choice), best.rate).rate
     print(f"served: {assumed.choice}: {rate:.3g} requests/s of such requests in time, of which {seen.rate:.3g} come")
     if best.choice == assumed.choice:

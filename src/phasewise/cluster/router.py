@@ -26,7 +26,7 @@ from phasewise.cluster.handover import Handover
 from phasewise.cluster.in_flight import InFlight
 from phasewise.cluster.kv_affinity import KVAffinity
 from phasewise.cluster.launcher import Launcher
-from phasewise.cluster.policy import Adjusting, Pairing, Policy
+from phasewise.cluster.policy import Adjusting, Caller, Pairing, Policy
 from phasewise.cluster.recipe_update import RecipeUpdate, told
 from phasewise.cluster.supervisor import Supervisor, Timeouts
 from phasewise.engine.engine import Engine
@@ -202,9 +202,10 @@ class Router:
         self.supervisor.wait(PAUSE)
         return self.react()
 
-    def react(self, speaking: Sequence[WorkerHandle] | None = None) -> list[Request]:
+    def react(self, speaking: Sequence[WorkerHandle] | None = None, counted: Sequence[Caller] = ()) -> list[Request]:
         """Hear these workers, replace the dead among them, and hand over what waits. Returns requests with tokens, or
-        left. By default everybody is heard, and what is overdue is given up: `step` without its wait."""
+        left. By default everybody is heard, and what is overdue is given up: `step` without its wait. `counted`: with
+        tokens of which no event tells; the policy follows those too."""
         handles = list(self.handles) if speaking is None else speaking
         for handle in handles:
             self._hear(handle)
@@ -218,7 +219,8 @@ class Router:
         progressed, self._progressed = list(self._progressed), {}
         if self._adjusting is not None:
             callers = (flight.caller for flight in self.flights.values())
-            for handle, command in self._adjusting.adjust(self.handles, progressed, callers, self.clock()):
+            followed = [*progressed, *counted] if counted else progressed
+            for handle, command in self._adjusting.adjust(self.handles, followed, callers, self.clock()):
                 handle.tell(command)
         return progressed
 

@@ -7,19 +7,29 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Literal
+from typing import Literal, Protocol, TypeAlias, cast
 
 from phasewise import catalog
 from phasewise.bench.goodput import SHARE
 from phasewise.bench.latency import TAIL, percentile
 from phasewise.errors import UserError
+from phasewise.plan import side_by_side
 from phasewise.plan.arrivals import Load
 from phasewise.plan.setting import CostsByRole, ServerSetting
-from phasewise.plan.simulate import Best, LoadOutcome, Scenario, goodput, run
+from phasewise.plan.simulate import LEAST, Best, LoadOutcome, Scenario, goodput, run, share_at_least
 from phasewise.request.params import SLO
 
 Goal = Literal["goodput", "cost", "power"]
+Buildable: TypeAlias = "tuple[Choice, int]"  # and the number of devices that it takes
+SHORT, COARSE = 8, 0.1  # the part of the load by which choices are put in order, and how precisely they are measured
+FEWEST, FEW = 50, 8  # requests of such a part, and choices of which none is worth the trouble
 TRICKLE = 1e-3  # requests/s at which nobody waits for anybody
+
+
+class Tell(Protocol):
+    """Hears how many choices are done, and of the best so far."""
+
+    def __call__(self, done: int, note: str = "") -> object: ...
 
 
 class TooShort(UserError):
@@ -119,6 +129,10 @@ class Question:
     def at(self, choice: Choice, rate: float) -> LoadOutcome:
         return run(self.scenario(choice), self.load.jobs(self.slo, rate))
 
+    def holds(self, scenario: Scenario, rate: float) -> bool:
+        """Whether a share of `bench.goodput.SHARE` meets the targets at this rate."""
+        return share_at_least(scenario, self.load.jobs(self.slo, rate), self.slo, SHARE) >= SHARE
+
     def goodput(self, scenario: Scenario, guess: float) -> Best:
         """The highest rate, looked for around a guess; 0: anywhere."""
         load = replace(self.load, rate=guess or self.load.rate)
@@ -137,48 +151,86 @@ class Question:
 
 
 def search(
-    space: SearchSpace, question: Question, tell: Callable[[int], object] = lambda done: None, prune: bool = True
+    space: SearchSpace,
+    question: Question,
+    tell: Tell = lambda done, note="": None,
+    prune: bool = True,
+    processes: int = 1,
 ) -> list[Tried]:
-    """All choices, the best first. With `prune`, one that fails at the rate per device of the second best so far is not
-    measured further (as shares fall with the rate, it can be neither winner nor runner-up); the first two are the same.
+    """All choices, the best first, tried on so many cores.
+
+    With `prune`, a choice that fails at the rate per device of the second best so far is not measured further: as
+    shares fall with the rate, it can be neither winner nor runner-up. So the first two are those of the exhaustive
+    search. That good ones come first, all are tried on a short load before. `tell` hears how many are done, and of the
+    best so far.
 
     Raises UserError where nothing can be built, and, naming the nearest that can be met, where no rate is low enough.
     """
-    found: list[Tried] = []
-    refused: list[str] = []
-    second = 0.0
-    for number, choice in enumerate(space.choices()):
-        try:
-            one = _tried(choice, space, question, second if prune and question.goal == "goodput" else 0.0)
-        except TooShort:
-            raise
-        except UserError as error:
-            refused.append(f"{choice}: {error}")
-            one = None
-        if one is not None:
-            found.append(one)
-            second = sorted((0.0, 0.0, *(each.worth for each in found if not each.pruned)))[-2]
-        tell(number + 1)
-    if not found:
-        raise UserError(
-            f"nothing can be built of {space.devices} devices: {refused[0] if refused else 'no choice fits'}"
-        )
+    every, refused = _buildable(space, question)
+    if not every:
+        raise UserError(f"nothing can be built of {space.devices} devices: {refused or 'no choice fits'}")
+    prune = prune and question.goal == "goodput"
+    if prune and question.load.requests >= SHORT * FEWEST and len(every) > FEW:
+        every = _promising(every, question, processes)
+    found = _each(every, question, prune, processes, tell)
     if not any(one.worth for one in found):
         raise UserError(impossible([one.choice for one in found], question))
     return sorted(found, key=lambda one: (one.pruned, -one.worth, one.devices, str(one.choice)))
 
 
-def _tried(choice: Choice, space: SearchSpace, question: Question, best: float) -> Tried | None:
-    """None if it needs more devices than there are."""
+def _buildable(space: SearchSpace, question: Question) -> tuple[list[Buildable], str]:
+    """The choices that can be built of the devices there are; and why the first of the others cannot."""
+    found, refused = list[Buildable](), ""
+    for choice in space.choices():
+        try:
+            devices = question.devices(choice)
+        except UserError as error:
+            refused = refused or f"{choice}: {error}"
+            continue
+        if devices <= space.devices:
+            found.append((choice, devices))
+    return found, refused
+
+
+def _promising(every: list[Buildable], question: Question, processes: int) -> list[Buildable]:
+    """The same choices in the order of what they carry of the load's first requests."""
+    short = replace(question, load=replace(question.load, requests=question.load.requests // SHORT),
+                    precision=max(COARSE, question.precision))  # fmt: skip
+    found = _each(every, short, True, processes, lambda done, note="": None, short=True)
+    return [(one.choice, one.devices) for one in sorted(found, key=lambda one: (one.pruned, -one.worth))]
+
+
+def _each(
+    every: Sequence[Buildable], question: Question, prune: bool, processes: int, tell: Tell, short: bool = False
+) -> list[Tried]:
+    """What becomes of each choice. `short`: a load that ends too soon to tell stands for any rate."""
+    found: list[Tried] = []
+
+    def second() -> float:
+        """The worth of the second best so far, which a choice has to reach."""
+        return sorted((0.0, 0.0, *(each.worth for each in found if not each.pruned)))[-2] if prune else 0.0
+
+    def work(one: Buildable, best: float) -> Tried:
+        return _tried(*one, question, best)
+
+    for place, one in side_by_side.each(every, work, second, processes):
+        if isinstance(one, TooShort) and short:
+            one = Tried(*every[place], math.inf, math.inf)
+        if isinstance(one, Exception):
+            raise one
+        assert isinstance(one, Tried)
+        found.append(one)
+        best = max(found, key=lambda each: 0.0 if each.pruned else each.worth)
+        tell(len(found), f"best so far: {best.choice}, {best.rate:.3g} requests/s of {best.devices} devices")
+    return found
+
+
+def _tried(choice: Choice, devices: int, question: Question, best: float) -> Tried:
     scenario = question.scenario(choice)
-    devices = question.devices(choice)
-    if devices > space.devices:
-        return None
-    if best:
-        rate = best * devices
-        if question.at(choice, rate).share(question.slo) < SHARE:
-            return Tried(choice, devices, rate, best, pruned=True)
-    found = question.goodput(scenario, best * devices)
+    rate = best * devices
+    if best and not question.holds(scenario, rate):
+        return Tried(choice, devices, rate, best, pruned=True)
+    found = question.goodput(scenario, rate)
     if not found.bounded:
         raise TooShort(f"all {question.load.requests} requests at once are in time: ask for more (--requests)")
     return Tried(choice, devices, found.rate, question.worth(choice, found.rate, devices))
@@ -217,19 +269,35 @@ class Assumption:
     question: Question
 
 
-def sensitivity(winner: Tried, other: Tried | None, assumptions: Sequence[Assumption]) -> list[tuple[str, float, bool]]:
+def sensitivity(
+    winner: Tried, other: Tried | None, assumptions: Sequence[Assumption], processes: int = 1
+) -> list[tuple[str, float, bool]]:
     """(assumption, the winner's worth then, over what it was; whether the runner-up would be the better one)."""
-    found = []
-    for each in assumptions:
-        mine, theirs = (None if one is None else _again(one, each.question) for one in (winner, other))
-        assert mine is not None
-        found.append((each.name, mine / winner.worth, theirs is not None and theirs > mine))
+
+    def work(each: Assumption, hint: None) -> tuple[float, bool]:
+        mine = _again(winner, each.question)
+        return mine, other is not None and _more(other, each.question, mine)
+
+    found = list[tuple[str, float, bool]]()
+    for place, one in sorted(side_by_side.each(assumptions, work, lambda: None, processes), key=lambda one: one[0]):
+        if isinstance(one, Exception):
+            raise one
+        mine, changes = cast("tuple[float, bool]", one)
+        found.append((assumptions[place].name, mine / winner.worth, changes))
     return found
 
 
 def _again(one: Tried, question: Question) -> float:
     rate = question.goodput(question.scenario(one.choice), one.rate).rate
     return question.worth(one.choice, rate, one.devices)
+
+
+def _more(one: Tried, question: Question, worth: float) -> bool:
+    """Whether it is worth more than that: where rates count, whether it holds at the next rate that a search tries."""
+    if question.goal != "goodput":
+        return _again(one, question) > worth
+    rate = max(LEAST, worth * one.devices) * (1 + question.precision)
+    return question.holds(question.scenario(one.choice), rate)
 
 
 def replicas(winner: Tried, devices: int, rate: float | None) -> int:

@@ -188,6 +188,10 @@ class SimulatedSequence:
         self.begin(computed)
 
     @property
+    def n_out(self) -> int:
+        return self.known - self.prompt_len
+
+    @property
     def limit(self) -> int:
         """Tokens it can ever hold."""
         return self.prompt_len + self.new
@@ -242,6 +246,22 @@ class SimulatedSequence:
             self.first_token = now
         if self.known >= self.prompt_len + self.new:
             self.left = "length"
+        return True
+
+    def write(self, now: float) -> bool:
+        """A step has run its one row, that of its last token, through all layers: `advance`, in short. Returns whether
+        it is done."""
+        known = self.known
+        self.high_water = self.computed = known
+        self.kv.spare -= 1  # type: ignore[union-attr]
+        self.gained = self.rows = 1
+        self.known = known = known + 1
+        self.last_token = now
+        if self.stamps.tokens is not None:
+            self.stamps.tokens.append(now)
+        if known < self.prompt_len + self.new:
+            return False
+        self.left = "length"
         return True
 
     def release(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,12 +17,14 @@ from phasewise.cluster.policy import Policy
 from phasewise.errors import UserError
 from phasewise.plan.arrivals import Load
 from phasewise.plan.event_loop import Turn
+from phasewise.plan.misses import Missed, MissWatch
 from phasewise.plan.sequence import SimulatedRequest
 from phasewise.plan.simulated_cluster import ClusterLayout, SimulatedCluster
 from phasewise.request.counters import Counters
 from phasewise.request.params import SLO
 from phasewise.verbs.place import Placing
 
+LEAST, MOST = 1e-4, 1e8  # requests/s, between which rates are looked for
 DELAY = 2.0  # seconds of median scheduling delay, up to which a rate is taken to be carried
 
 
@@ -109,21 +112,57 @@ def _known(spent: Sequence[float]) -> float | None:
     return sum(spent) if spent and all(spent) else None
 
 
+def share_at_least(scenario: Scenario, jobs: Sequence[SimulatedRequest], slo: SLO, share: float) -> float:
+    """The share of requests within their targets if it is at least `share`. Otherwise 0, as soon as that is sure: a
+    hopeless rate costs a part of the simulation."""
+    try:
+        return run(scenario, jobs, watch=MissWatch(slo, share, len(jobs))).share(slo)
+    except Missed:
+        return 0.0
+
+
 def run(
-    scenario: Scenario, jobs: Sequence[SimulatedRequest], tell: Callable[[int], object] = lambda done: None
+    scenario: Scenario,
+    jobs: Sequence[SimulatedRequest],
+    tell: Callable[[int], object] = lambda done: None,
+    watch: MissWatch | None = None,
 ) -> LoadOutcome:
-    """Let everybody arrive and leave; `tell` hears, now and then, how many have left."""
+    """Let everybody arrive and leave; `tell` hears, now and then, how many have left. Raises what `watch` raises."""
     left = list[SimulatedRequest]()
 
     def over(job: SimulatedRequest) -> None:
         left.append(job)
+        if watch is not None:
+            watch.left(job, now())
         if not len(left) % 256:
             tell(len(left))
+
+    def now() -> float:
+        return turn.loop.now
 
     def made() -> SimulatedCluster:
         return SimulatedCluster(scenario.layout, scenario.placing, scenario.cores, over)
 
     clusters = [made() for _ in range(scenario.replicas)]
+    turn = clusters[0]  # whose requests come and go
+    each = len(clusters[0].workers)
+    _check_deaths(scenario, clusters)
+    with _quiet():
+        for number, (cluster, own) in enumerate(zip(clusters, _dealt(jobs, scenario), strict=True)):
+            for when, worker in scenario.deaths:
+                if worker // each == number:
+                    cluster.loop.at(when, Turn.ARRIVE, cluster.kill, worker % each)
+            turn = cluster
+            _arrive_at(cluster, own, scenario.lag, watch)
+            cluster.run()
+            if watch is not None:
+                watch.over()
+    end = max(cluster.loop.now for cluster in clusters)
+    return LoadOutcome(jobs, clusters, max((job.last_token for job in left if job.last_token is not None), default=end))
+
+
+def _check_deaths(scenario: Scenario, clusters: Sequence[SimulatedCluster]) -> None:
+    """Raise UserError for workers that are not there, and for an engine that nobody looks after."""
     each = len(clusters[0].workers)
     for _, worker in scenario.deaths:
         if not 0 <= worker < each * len(clusters):
@@ -132,15 +171,6 @@ def run(
             raise UserError(
                 "one engine has no router that would start its requests again: choose a placement with workers"
             )
-    with _quiet():
-        for number, (cluster, own) in enumerate(zip(clusters, _dealt(jobs, scenario), strict=True)):
-            for when, worker in scenario.deaths:
-                if worker // each == number:
-                    cluster.loop.at(when, Turn.ARRIVE, cluster.kill, worker % each)
-            _arrive_at(cluster, own, scenario.lag)
-            cluster.run()
-    now = max(cluster.loop.now for cluster in clusters)
-    return LoadOutcome(jobs, clusters, max((job.last_token for job in left if job.last_token is not None), default=now))
 
 
 def _dealt(jobs: Sequence[SimulatedRequest], scenario: Scenario) -> list[list[SimulatedRequest]]:
@@ -152,12 +182,16 @@ def _dealt(jobs: Sequence[SimulatedRequest], scenario: Scenario) -> list[list[Si
     return found
 
 
-def _arrive_at(cluster: SimulatedCluster, jobs: Sequence[SimulatedRequest], lag: float) -> None:
+def _arrive_at(
+    cluster: SimulatedCluster, jobs: Sequence[SimulatedRequest], lag: float, watch: MissWatch | None
+) -> None:
     """Let requests arrive, each scheduled by the one before it."""
 
     def arrive(number: int) -> None:
         if number + 1 < len(jobs):
             cluster.loop.at(jobs[number + 1].arrived + lag, Turn.ARRIVE, arrive, number + 1)
+        if watch is not None:
+            watch.arrived(jobs[number], cluster.loop.now)
         cluster.add(jobs[number])
 
     if jobs:
@@ -192,7 +226,7 @@ def goodput(scenario: Scenario, load: Load, slo: SLO, share: float = SHARE, prec
     each request)."""
 
     def at(rate: float) -> float:
-        return run(scenario, load.jobs(slo, rate)).share(slo)
+        return share_at_least(scenario, load.jobs(slo, rate), slo, share)
 
     return highest(at, share, load.rate or 1.0, precision)
 
@@ -214,26 +248,28 @@ def capacity(scenario: Scenario, load: Load, tbt: float, delay: float = DELAY, p
 
 
 def highest(at: Callable[[float], float], share: float, begin: float, precision: float) -> Best:
-    """Bisection on the rate, requests/s, to a part `precision` of it. `at` gives the share that is reached at a rate,
-    which falls with the rate; the first rate tried is `begin`."""
-    low, reached, tried = 0.0, 0.0, 0
-    high = begin
-    while True:  # a rate that fails
+    """The highest rate, requests/s, at which `at` gives at least `share`, where that falls with the rate.
+
+    Rates are powers of 1 + `precision`, so the answer does not depend on where the search begins: at `begin`, from
+    which steps grow until the answer lies between two rates, and then halve.
+    """
+    grid = math.log1p(precision)
+    least, most = (math.floor(math.log(rate) / grid) for rate in (LEAST, MOST))
+    number = min(most, max(least, math.floor(math.log(begin) / grid + 1e-6)))
+    low, high, reached = least - 1, most + 1, 0.0
+    step, tried = 1, 0
+    while high - low > 1:
         tried += 1
-        found = at(high)
-        if found < share:
-            break
-        low, reached, high = high, found, 2 * high
-        if tried == 24:
-            return Best(low, reached, False, tried)
-    while high - low > precision * high and tried < 64:
-        middle = (low + high) / 2
-        tried += 1
-        found = at(middle)
+        found = at(math.exp(grid * number))
         if found >= share:
-            low, reached = middle, found
+            low, reached = number, found
         else:
-            high = middle
-        if high < 1e-6:
-            break
-    return Best(low, reached, True, tried)
+            high = number
+        if low < least or high > most:  # one end is open: go on with longer steps
+            number += step if low >= least else -step
+            number = min(most, max(least, number))
+            step *= 3
+        else:
+            number = (low + high) // 2
+    rate = math.exp(grid * low) if low >= least else 0.0
+    return Best(rate, reached, high <= most, tried)

@@ -28,7 +28,7 @@ from phasewise.plan.beside import Beside
 from phasewise.plan.cost import Cost
 from phasewise.plan.event_loop import EventLoop, Turn
 from phasewise.plan.link import LOCAL, Link, Network
-from phasewise.plan.sequence import SimulatedRequest
+from phasewise.plan.sequence import SimulatedRequest, SimulatedSequence
 from phasewise.plan.serving import Serving
 from phasewise.plan.simulated_engine import EngineSettings, SimulatedEngine
 from phasewise.plan.simulated_worker import SimulatedWorker
@@ -278,7 +278,13 @@ class SimulatedCluster:
         assert self.router is not None
         speaking, self._speaking = self._speaking, {}
         self.launcher.refresh()
-        self._tell(self.router.react([self._handle(worker) for worker in _in_order(speaking)]))
+        workers = _in_order(speaking)
+        written: list[SimulatedSequence] = []
+        for worker in workers:
+            if worker.written:
+                written += worker.written
+                worker.written = []
+        self._tell(self.router.react([self._handle(worker) for worker in workers], cast(Any, written)))
 
     def _handle(self, worker: SimulatedWorker) -> WorkerHandle:
         assert self.router is not None

@@ -77,7 +77,8 @@ class SimulatedEngine:
         self.path: Path = "decode"  # of the step under way
         self.served = Serving()  # what its server adds to its steps
         self.joules = self.money = 0.0
-        self.every_token = False  # whether `finish` names all that got tokens
+        self.every_token = False  # whether `finish` names all that got tokens, in `written`
+        self.written: list[SimulatedSequence] = []
         self.gained = 0  # tokens of the last step that was finished
         self.failed: list[SimulatedSequence] = []  # found no room although nobody else holds any
         self.advanced = False  # whether there is more of some prompt since the step before, computed or found
@@ -228,39 +229,53 @@ class SimulatedEngine:
 
     def finish(self, now: float) -> list[SimulatedSequence]:
         """The oldest step is over. Returns the requests with news: their first token, or their last. Those whose prompt
-        is done and that depart are in `departed`, with their KV. `every_token`: returns all that got tokens."""
-        counters, out = self.counters, list[SimulatedSequence]()
+        is done and that depart are in `departed`, with their KV. With `every_token`, those that got other tokens are in
+        `written`."""
+        out, written = list[SimulatedSequence](), list[SimulatedSequence]()
         self.advanced, self._found = self._found, False
         works, kept = self.under_way.popleft()
-        every, gained = self.every_token, 0
+        every, gained, rows = self.every_token, 0, 0
+        plain = not self.settings.drafts.depth and all(work.layers is None for work in works)
         for i, work in enumerate(works):
             job: SimulatedSequence = work.job
             if job.kv is None or (kept is not None and job.kv is not kept[i]):
                 continue  # preempted for another's rows, or cancelled
+            rows += work.rows
             was, before = job.prefilling, job.computed
-            counters.rows += work.rows
-            guesses = 0 if was else max(0, before + work.rows - job.known)
-            emits = job.advance(work.rows, work.layers, now)
-            if before < job.high_water:
-                counters.recomputed += min(job.computed, job.high_water) - before
-            if job.computed > job.high_water:
-                job.high_water = job.computed
-            if was:
-                self.advanced = True
-                if not job.prefilling:
-                    self.store.remember(job)
-            if not emits:
+            if plain and not was and before >= job.high_water and before + 1 == job.known:  # most tokens, by far
+                over = job.write(now)
+            elif self._advance(work, job, now):
+                over = job.left is not None
+            else:
                 continue
             gained += job.gained
-            if guesses:
-                counters.drafted += guesses
-                counters.accepted += job.gained - 1
-            if job.left is not None:
+            if over:
                 self.drop(job)
             elif was and (job.departs or self.departs) and not job.prefilling:
                 self.queues.move(cast(Any, job), self.queues.departed)
-            if was or every or job.left is not None:
+            if was or over:
                 out.append(job)
-        counters.emitted += gained
-        self.gained = gained
+            elif every:
+                written.append(job)
+        self.counters.rows += rows
+        self.counters.emitted += gained
+        self.gained, self.written = gained, written
         return out
+
+    def _advance(self, work: Work, job: SimulatedSequence, now: float) -> bool:
+        """A step has run this work. Returns whether it brought tokens."""
+        counters = self.counters
+        was, before = job.prefilling, job.computed
+        guesses = 0 if was else max(0, before + work.rows - job.known)
+        emits = job.advance(work.rows, work.layers, now)
+        if before < job.high_water:
+            counters.recomputed += min(job.computed, job.high_water) - before
+        job.high_water = max(job.high_water, job.computed)
+        if was:
+            self.advanced = True
+            if not job.prefilling:
+                self.store.remember(job)
+        if emits and guesses:
+            counters.drafted += guesses
+            counters.accepted += job.gained - 1
+        return emits

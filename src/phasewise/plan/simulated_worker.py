@@ -2,7 +2,8 @@
 
 What differs is what cannot be in numbers alone. KV is a count of bytes, and a transfer takes the links' time. Messages
 take no time, so nothing is lost and no lease ends. Tokens after the first are reported with the last one, or as last
-words of a worker that dies; until then they stand in its state as `untold`.
+words of a worker that dies; until then they stand in its state as `untold`. Who got some is in `written`, where the
+router's policy follows each token.
 """
 
 from __future__ import annotations
@@ -61,6 +62,21 @@ class SimulatedLender(OwnershipTransfer):
 
     def __init__(self, engine: SimulatedEngine, account: Account) -> None:
         super().__init__(cast(Any, engine), account, cast(Any, None), cast(Any, None))
+        self._engine, self._need = engine, engine.store.cost
+
+    def _headroom(self) -> int:
+        """As that of an engine with tensors, whose requests may be of several recipes."""
+        if self.account.yields:
+            return 0
+        needs, grow, need = dict[int, int](), 0, self._need
+        for job in self._engine.running:
+            kv, rows = job.kv, max(1, job.rows)
+            if kv is None:
+                continue
+            if (least := needs.get(rows)) is None:
+                least = needs[rows] = need(rows)
+            grow += least if rows <= kv.spare else max(least, kv.growth(rows))
+        return grow + sum(need(job.known + 1) for job in self._engine.waiting[:1])
 
     def lend(self, job: SimulatedSequence) -> Message:
         """Give a request's KV up for another worker to take. Returns its parcel."""
@@ -82,6 +98,7 @@ class SimulatedWorker:
         self.name, self.spec, self.layout, self.loop, self.network = name, spec, layout, loop, network
         self.news, self.changed = news, changed
         self.said: list[Message] = []  # events that nobody has heard yet
+        self.written: list[SimulatedSequence] = []  # got further tokens, where the router's policy hears of each
         self.cores = spec.cores
         cost: Cost = layout.cost(spec.role, spec.n_threads)
         self.engine = SimulatedEngine(layout.engine, cost, ledger, not spec.decodes)
@@ -350,6 +367,9 @@ class SimulatedWorker:
         self._untold += engine.gained
         for job in news:
             self._progress(job)
+        if engine.written:
+            self.written += engine.written
+            self.news(self)
         if self.pushes and engine.advanced:
             self._push()
         if engine.departed:
