@@ -1,9 +1,10 @@
 """Plant the faults of tests/faults one by one, and see which test catches each: `make faults`.
 
-Each fault is planted in a scratch copy of this tree, and the tests run until the first one fails: those next to the
-broken file first, then those that import it, those of its area, and all others. That order changes no verdict. A test
-counts only if it passes in the copy without the fault. Verdicts are noted as they come, so a run that was interrupted
-goes on where it was, and only faults that are new or were changed are planted again. In the end a table is written.
+Each fault is planted in a scratch copy of this tree, and the tests run until the first one fails: those that caught
+faults of the same file before, then those next to the file, those that import it, those of its area, and all others.
+That order changes no verdict. A test counts only if it passes in the copy without the fault. Verdicts are noted as
+they come, so a run that was interrupted goes on where it was, and only faults that are new or were changed are
+planted again. In the end a table is written.
 
     python scripts/faults.py                        # all faults, the quick tests and then the thorough ones
     python scripts/faults.py --tier quick           # the quick tests alone
@@ -50,6 +51,7 @@ NOTES = ROOT / "docs" / "results" / "faults.jsonl"
 NATIVE = Path("src/phasewise/ops/native")
 GOLDEN = "tests/laws/test_golden.py"
 FOLDERS = {"kernels": ("ops",), "cluster": ("cluster", "place"), "wrappers": ("draft", "decode")}
+FIRST = {"wrappers": ["tests/laws/test_traits.py"]}  # of an area, before anything of it was planted
 PATIENCE = 240  # seconds of one test; it then counts as failed
 LONGEST = 5400  # seconds of one run of tests
 PRELOADED = ("torch", "numpy", "scipy.stats", "safetensors.torch", "tokenizers", "starlette", "httpx", "jinja2")
@@ -254,9 +256,20 @@ def word_of(fault: Fault) -> str:
     return Path(fault.file).stem.lstrip("_")
 
 
-def stages(fault: Fault) -> list[list[str]]:
+def caught_before(fault: Fault, path: Path) -> list[str]:
+    """The files of the tests that caught this fault, or others of the same file; those that caught most come first."""
+    file_of = {each.id: each.file for each in faults()}
+    found: Counter[str] = Counter()
+    for verdict in known(path).values():
+        if verdict.test and file_of.get(verdict.id) == fault.file:
+            found[verdict.test.partition("::")[0]] += 1 + 1000 * (verdict.id == fault.id)
+    return [name for name, _ in found.most_common(3) if (ROOT / name).is_file()]
+
+
+def stages(fault: Fault, results: Path) -> list[list[str]]:
     """Files of tests, the likeliest to catch a fault first."""
     every = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "tests").rglob("test_*.py"))]
+    hints = [*caught_before(fault, results), *FIRST.get(fault.area, [])]
     stem, module = (
         word_of(fault),
         fault.file.removeprefix("src/").removesuffix(".py").replace("/", "."),
@@ -275,8 +288,8 @@ def stages(fault: Fault) -> list[list[str]]:
     near = [name for name in every if name.startswith(tuple(folders))]
     found, seen = [], {"tests/faults/test_faults_apply.py"}
     quick = [[name for name in stage if name not in slow] for stage in (imports, near)]
-    for stage in (beside, [GOLDEN] if GOLDEN in every else [], *quick, [*imports, *near]):
-        fresh = [name for name in stage if name not in seen]
+    for stage in (*([name] for name in hints), beside, [GOLDEN] if GOLDEN in every else [], *quick, [*imports, *near]):
+        fresh = [name for name in dict.fromkeys(stage) if name not in seen]
         seen.update(fresh)
         if fresh:
             found.append(fresh)
@@ -310,7 +323,7 @@ class Judge:
 
     def _caught(self, fault: Fault, tier: str) -> str:
         """The first test of a tier that fails with the fault, and without it does not."""
-        likely = stages(fault)
+        likely = stages(fault, self.options.results)
         every: list[list[str]] = [*likely, *([] if self.options.likely else [[]])]
         left_out: list[str] = ["tests/faults/test_faults_apply.py"]
         wrong: list[str] = []  # fail without the fault, too
@@ -435,15 +448,16 @@ def table(every: Sequence[Fault], verdicts: dict[str, Verdict]) -> None:
     said = (
         f"{len(every)} small breakages of the source ([tests/faults](../../tests/faults)), each planted by itself: "
         f"{counts['quick']} are caught by the quick tests, {counts['rest']} by the thorough ones, {counts['nobody']} "
-        f"by nobody, and {len(every) - len(told)} were not planted yet. Tests run until the first one fails; a test "
-        "counts only if it passes without the fault. Seconds say little: the machine was not always quiet. "
-        f"`make faults` goes on with what is missing or was changed. Planted at {', '.join(commits) or 'none yet'}."
+        f"by none of those that were asked, and {len(every) - len(told)} were not planted yet. Tests run until the "
+        "first one fails; a test counts only if it passes without the fault. Seconds say little: the machine was not "
+        f"always quiet. `make faults` goes on with what is missing or was changed. Planted at "
+        f"{', '.join(commits) or 'none yet'}."
     )
     lines = ["# Planted faults", "", *textwrap.wrap(said, 108, break_on_hyphens=False), ""]
     by_area: dict[str, list[Fault]] = defaultdict(list)
     for fault in every:
         by_area[fault.area].append(fault)
-    lines += ["| area | faults | quick | rest | nobody | not planted |", "|---|---|---|---|---|---|"]
+    lines += ["| area | faults | quick | rest | none | not planted |", "|---|---|---|---|---|---|"]
     for area, own in by_area.items():
         each = Counter(told[f.id].by if f.id in told else "none" for f in own)
         lines.append(f"| {area} | {len(own)} | {each['quick']} | {each['rest']} | {each['nobody']} | {each['none']} |")
@@ -464,7 +478,7 @@ def table(every: Sequence[Fault], verdicts: dict[str, Verdict]) -> None:
 def _row(fault: Fault, verdict: Verdict | None) -> str:
     if verdict is None:
         return f"| {fault.id} | {fault.about} | not planted | | |"
-    by = verdict.by if verdict.by != "nobody" else f"nobody ({verdict.ran})"
+    by = verdict.by if verdict.by != "nobody" else f"none ({verdict.ran})"
     test = f"`{verdict.test.removeprefix('tests/')}`".replace("|", "\\|") if verdict.test else ""
     return f"| {fault.id} | {fault.about} | {by} | {test} | {verdict.seconds:.0f} |"
 
