@@ -20,7 +20,7 @@ from tests.engine.engines import sampled, step_all
 from tests.kv.harness import Walk
 from tests.laws import settings as laws
 
-KEEPERS = [(verb, name) for verb, name, method in catalog.every() if hasattr(method, "beside")]
+KEEPERS = [(verb, name) for verb, name, method in catalog.every() if getattr(method, "beside", None)]
 PROMPTS = tiny.prompts(120, 124, 90, 132)
 
 

@@ -232,17 +232,19 @@ class BeginCase(NamedTuple):
 
 @pytest.mark.parametrize("case", [BeginCase(*flags) for flags in itertools.product((False, True), repeat=2)], ids=str)
 def test_a_text_begins_with_the_begin_token_once(case: BeginCase) -> None:
-    """Where the tokenizer has one, and only before a text that has not written it itself, be it short or long."""
+    """Where the tokenizer has one, be the text short or long. One that has written it itself gets another, as from
+    transformers; prompts of benchmarks go through `begun`, which keeps one."""
     tokenizer = case.tokenizer()
     begin, end = tokenizer.id("<s>"), tokenizer.id("</s>")
     plain = tokenizer.encode("the mat", add_special=False)
     want = [begin] * case.before + plain + [end] * case.after
     assert tokenizer.begin == [begin] * case.before
     assert tokenizer.encode("the mat") == want
-    assert tokenizer.encode("<s>the mat") == [begin, *plain] + [end] * case.after
+    assert tokenizer.encode("<s>the mat") == [begin] * case.before + [begin, *plain] + [end] * case.after
+    assert begun(tokenizer.encode("<s>the mat", add_special=False), tokenizer.begin) == [begin, *plain]
     assert tokenizer.encode("<s>the mat", add_special=False) == [begin, *plain]
-    long = tokenizer.encode("<s>" + "the mat " * LONG)
-    assert long[0] == begin and long[1] != begin
+    long = tokenizer.encode("the mat " * LONG)
+    assert (long[0] == begin) == case.before and begin not in long[1:]
     assert tokenizer.encode("") == [begin] * case.before + [end] * case.after
 
 

@@ -48,13 +48,11 @@ class Tokenizer:
         return cls(files.tokenizer(), files.special())
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """Token ids; `add_special` puts what the checkpoint's template adds around a text, such as a BOS: before one
-        that begins with a BOS there is no second one."""
+        """Token ids; `add_special` puts what the checkpoint's template adds around a text, such as a BOS. As in
+        `transformers`, a text that has written its own BOS gets another one."""
         if len(text) < LONG:
-            ids = list(self.backend.encode(text, add_special_tokens=add_special).ids)
-        else:
-            ids = list(self.backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
-        return begun(ids[len(self.begin) :], self.begin) if add_special and self.begin else ids
+            return list(self.backend.encode(text, add_special_tokens=add_special).ids)
+        return list(self.backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
 
     @cached_property
     def begin(self) -> list[int]:
