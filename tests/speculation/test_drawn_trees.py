@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ from phasewise.speculation.tree_drafter import DraftBuilder, TreeDrafter, TreeSh
 from phasewise.step.phase import Hidden
 from phasewise.verbs.draft import Draft, Drafter
 from phasewise.verbs.host import Host
-from phasewise.verbs.sample import Purpose, pick, uniform
+from phasewise.verbs.sample import Coupling, Purpose, pick, uniform
 from phasewise.verbs.traits import Traits
 from tests.speculation.markov import Table, fits, relative, sequences, table
 
@@ -47,6 +47,7 @@ PASS, FAIL = 1e-3, 1e-6
 TOKENS = 2
 SEEDS, PLANTED, MOST = 600, 2000, 3000  # of a quick case, of a planted bias, of a thorough case
 TEMPERATURES = (0.3, 0.6, 1.0)
+COUPLINGS: tuple[Coupling, ...] = get_args(Coupling)
 
 
 @dataclass(frozen=True)
@@ -199,9 +200,9 @@ def grown(case: Case, host: Host) -> tuple[Tight, Drafter]:
     return made, Fusion(0, made, Fixed()) if case.fused else made
 
 
-def drawn(case: Case, temperature: float, seeds: int) -> list[tuple[int, ...]]:
+def drawn(case: Case, temperature: float, seeds: int, coupling: Coupling) -> list[tuple[int, ...]]:
     """The first tokens of so many requests, which take their steps together."""
-    host = Host(cast(Any, Model(case.world.target)), Standard(), Counters(), cast(Any, None), cast(Any, None))
+    host = Host(cast(Any, Model(case.world.target)), Standard(coupling), Counters(), cast(Any, None), cast(Any, None))
     trees, drafter = grown(case, host)
     verifier = catalog.build("verify", case.verify)
     traits = Traits("decode", drawn=True, matches=verifier.traits.matches)
@@ -225,23 +226,27 @@ def drawn(case: Case, temperature: float, seeds: int) -> list[tuple[int, ...]]:
     return [tuple(request.out[1 : TOKENS + 1]) for request in requests]
 
 
-def p_value(case: Case, temperature: float, seeds: int) -> float:
-    return fits(drawn(case, temperature, seeds), case.world.chances(temperature))
+def p_value(case: Case, temperature: float, seeds: int, coupling: Coupling = "inverse") -> float:
+    return fits(drawn(case, temperature, seeds, coupling), case.world.chances(temperature))
 
 
 EVERY = [(drafter, name) for drafter, cases in CASES.items() for name in cases]
 
 
-@pytest.mark.parametrize(("drafter", "name", "temperature"),
-                         [(*case, TEMPERATURES[i % len(TEMPERATURES)]) for i, case in enumerate(EVERY)])  # fmt: skip
-def test_the_targets_distribution_is_kept(drafter: str, name: str, temperature: float) -> None:
-    assert p_value(CASES[drafter][name], temperature, SEEDS) > PASS
+@pytest.mark.parametrize(
+    ("drafter", "name", "temperature", "coupling"),
+    [(*case, TEMPERATURES[i % len(TEMPERATURES)], COUPLINGS[i % len(COUPLINGS)]) for i, case in enumerate(EVERY)],
+)
+def test_the_targets_distribution_is_kept(drafter: str, name: str, temperature: float, coupling: Coupling) -> None:
+    assert p_value(CASES[drafter][name], temperature, SEEDS, coupling) > PASS
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("coupling", COUPLINGS)
 @pytest.mark.parametrize("drafter", CASES)
-def test_with_more_seeds_at_every_temperature(drafter: str, temperature: float) -> None:
-    assert {name: p for name, case in CASES[drafter].items() if (p := p_value(case, temperature, MOST)) < PASS} == {}
+def test_with_more_seeds_at_every_temperature(drafter: str, coupling: Coupling, temperature: float) -> None:
+    found = {name: p_value(case, temperature, MOST, coupling) for name, case in CASES[drafter].items()}
+    assert {name: p for name, p in found.items() if p < PASS} == {}
 
 
 def test_no_drafter_that_draws_is_left_out() -> None:
@@ -270,8 +275,8 @@ def shared_verdicts(patch: pytest.MonkeyPatch) -> None:
 def dropped_sibling(patch: pytest.MonkeyPatch) -> None:
     """Of siblings drawn apart, one that says what an earlier one said is dropped."""
 
-    def branch(q: Tensor, n: int, drawn: str, us: Callable[[int], float]) -> tuple[list[int], Tensor]:
-        tokens = list(dict.fromkeys(pick(q, us(i)) for i in range(n)))
+    def branch(q: Tensor, n: int, drawn: str, us: Callable[[int], float], how: Coupling) -> tuple[list[int], Tensor]:
+        tokens = list(dict.fromkeys(pick(q, us(i), how) for i in range(n)))
         return tokens, q.expand(len(tokens), -1)
 
     patch.setattr("phasewise.methods.draft._chain.branch", branch)
@@ -281,8 +286,8 @@ def least_likely_dropped(patch: pytest.MonkeyPatch) -> None:
     """One sibling more is drawn, and the one that the draft model likes least is dropped."""
     real = branching.branch
 
-    def branch(q: Tensor, n: int, drawn: Any, us: Callable[[int], float]) -> tuple[list[int], Tensor | None]:
-        tokens, rows = real(q, n + 1, drawn, us)
+    def branch(q: Tensor, n: int, *more: Any) -> tuple[list[int], Tensor | None]:
+        tokens, rows = real(q, n + 1, *more)
         worst = min(range(len(tokens)), key=lambda i: float(q[tokens[i]]))
         kept = [i for i in range(len(tokens)) if i != worst]
         return [tokens[i] for i in kept], None if rows is None else rows[kept]

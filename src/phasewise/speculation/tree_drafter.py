@@ -18,7 +18,7 @@ from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome
 from phasewise.verbs.draft import Draft, Drafter, Drawn, headroom
 from phasewise.verbs.host import Host
-from phasewise.verbs.sample import Context, Purpose, uniform
+from phasewise.verbs.sample import Context, Coupling, Purpose, uniform
 
 if TYPE_CHECKING:
     from phasewise.model.model import Model
@@ -51,6 +51,7 @@ class DraftBuilder:
     q: list[Tensor] = field(default_factory=list)  # float32 [V] each
     notes: dict[Any, Any] = field(default_factory=dict)
     thoughts: dict[tuple[int, ...], Tensor] = field(default_factory=dict)  # see Draft
+    coupling: Coupling = "inverse"  # the target's, so that the two agree where they share a number
 
     @property
     def left(self) -> int:
@@ -234,6 +235,8 @@ class TreeDrafter(Drafter):
         logits = self.companion.model.head(x)
         plain = logits[chosen].softmax(-1) if chosen else logits
         dist = self.host.sample(logits, contexts)
+        for tree, _ in asked:
+            tree.coupling = dist.coupling
         for own, row in zip(plain, chosen):
             best, first = dist.top[row], int(own.argmax())
             own[[best, first]] = own[[first, best]]

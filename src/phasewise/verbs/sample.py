@@ -11,8 +11,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,6 +34,10 @@ class Purpose(IntEnum):
     RESIDUAL = 3
     METHOD = 4  # free for a method's own use
 
+
+Coupling = Literal["inverse", "gumbel"]
+"""How a number becomes a token, and so how often two distributions that are drawn from with one number agree: the
+inverse of the cumulated probabilities, or the largest of log-probabilities plus Gumbel noise (arXiv 2408.07978)."""
 
 _WORD = 2**64 - 1
 
@@ -64,19 +69,28 @@ class Context:
 
 
 NOTHING = -1  # in place of a token where none is left
+LEAST = np.float32(2.0**-25)  # in place of 0, whose logarithm no division brings back
 
 
 class Dist:
     """The distributions tokens are drawn from, one per row. Greedy rows are points and cost no softmax; so are those
     that leave no token, of NOTHING."""
 
-    __slots__ = ("_row", "probs", "top", "vocab")
+    __slots__ = ("_row", "coupling", "probs", "top", "vocab")
 
-    def __init__(self, top: list[int], vocab: int, sampled: Sequence[int] = (), probs: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        top: list[int],
+        vocab: int,
+        sampled: Sequence[int] = (),
+        probs: Tensor | None = None,
+        coupling: Coupling = "inverse",
+    ) -> None:
         self.top = top  # most likely token per row
         self.vocab = vocab
         self._row = {row: i for i, row in enumerate(sampled)} if sampled else {}  # rows that are not greedy, increasing
         self.probs = probs  # float32 [len(sampled), V]; None: all rows are greedy
+        self.coupling: Coupling = coupling
 
     def __len__(self) -> int:
         return len(self.top)
@@ -85,10 +99,10 @@ class Dist:
         """Rows start .. end-1 as a distribution of their own, sharing memory."""
         sampled = [row for row in range(start, end) if row in self._row]
         if not sampled:
-            return Dist(self.top[start:end], self.vocab)
+            return Dist(self.top[start:end], self.vocab, coupling=self.coupling)
         assert self.probs is not None
         probs = self.probs[self._row[sampled[0]] : self._row[sampled[-1]] + 1]
-        return Dist(self.top[start:end], self.vocab, [row - start for row in sampled], probs)
+        return Dist(self.top[start:end], self.vocab, [row - start for row in sampled], probs, self.coupling)
 
     def greedy(self, row: int) -> bool:
         return row not in self._row
@@ -103,13 +117,20 @@ class Dist:
         return point
 
     def draw(self, row: int, u: float) -> int:
-        """The token whose stretch of the cumulated probabilities holds `u`."""
-        return pick(self.row(row), u) if row in self._row else self.top[row]
+        """The token that the number `u` draws: see `pick`."""
+        return self.pick(self.row(row), u) if row in self._row else self.top[row]
+
+    def pick(self, probs: Tensor, u: float) -> int:
+        """`pick` by these distributions' coupling, from other probabilities [V]."""
+        return pick(probs, u, self.coupling)
 
     def draw_all(self, us: Sequence[float]) -> list[int]:
         """One token per row; `us` [rows]."""
         tokens = list(self.top)
-        if self._row:
+        if self._row and self.coupling == "gumbel":
+            for row in self._row:
+                tokens[row] = self.draw(row, us[row])
+        elif self._row:
             assert self.probs is not None
             cumulated = self.probs.double().cumsum(-1)
             at = torch.tensor([us[row] for row in self._row], dtype=torch.float64)[:, None]
@@ -119,11 +140,25 @@ class Dist:
         return tokens
 
 
-def pick(probs: Tensor, u: float) -> int:
-    """The token whose stretch of the cumulated `probs` [V] (of any sum) holds `u`; never one of weight 0."""
+def pick(probs: Tensor, u: float, coupling: Coupling = "inverse") -> int:
+    """A token drawn from `probs` [V] (of any sum) with the number `u`; never one of weight 0.
+
+    inverse: the token whose stretch of the cumulated probabilities, in the order of ids, holds `u`. gumbel: the token
+    of the largest log-probability plus noise, which hangs on `u` and the token alone. Two distributions that share `u`
+    then draw the same token i with probability 1 / sum_j max(p_j / p_i, q_j / q_i), summed over i.
+    """
+    if coupling == "gumbel":
+        return int((_race(u, probs.shape[-1]).to(probs.device) / probs).argmax())
     cumulated = probs.double().cumsum(-1)
     found = int(torch.searchsorted(cumulated, u * float(cumulated[-1]), right=True))
     return min(found, probs.shape[-1] - 1)
+
+
+def _race(u: float, n: int) -> Tensor:
+    """Float32 [n], below 0: minus exponential times, which hang on `u`. Divided by probabilities, the largest is as the
+    largest of log-probabilities plus Gumbel noise: that of the token which comes first at rates p."""
+    drawn = np.random.Generator(np.random.Philox(key=int(u * 2**53))).random(n, dtype=np.float32)
+    return torch.from_numpy(np.log(np.maximum(drawn, LEAST)))
 
 
 class Sample(ABC):
@@ -133,6 +168,8 @@ class Sample(ABC):
     `--sample one+two` chains them. It never brings back a token that one before it has excluded (-inf). Runtimes
     inherit from this class: what they leave out is as it is here.
     """
+
+    coupling: Coupling = "inverse"  # of its distributions
 
     @abstractmethod
     def __call__(self, logits: Tensor, contexts: Sequence[Context]) -> Dist:

@@ -27,7 +27,7 @@ class ChainShape:
     def grow(self, tree: DraftBuilder, asked: Sequence[NodeRequest]) -> list[int]:
         ((node, q),) = asked
         drawn = "point" if tree.point else self.drawn
-        tokens, rows = branch(q, min(self.branches, tree.left), drawn, tree.us(node))
+        tokens, rows = branch(q, min(self.branches, tree.left), drawn, tree.us(node), tree.coupling)
         added = [tree.add(node, token, None if rows is None else rows[i]) for i, token in enumerate(tokens)]
         return added[:1] if tree.left else []
 

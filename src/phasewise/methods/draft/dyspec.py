@@ -93,7 +93,7 @@ class _Worth:
         """
         added, us, rest = list[int](), tree.us(node) if node < 0 else tree.own(node), q
         while worth >= self.theta and tree.left:
-            token = pick(rest, us(len(added)))
+            token = pick(rest, us(len(added)), tree.coupling)
             share = float(rest[token])
             added.append(tree.add(node, token, rest))
             tree.notes[added[-1]] = worth * share

@@ -86,12 +86,12 @@ class PEARL(Method):
 
 
 def _sampling(sample: Any) -> str:
-    """The text of the engine's sample method, which travels. Of one without a text the default's guesses are taken:
-    they only have to be good."""
+    """The text of the engine's sample method, which travels. Of one without a text the guesses of plain rules are
+    taken: they only have to be good."""
     try:
         return catalog.spell("sample", sample)
     except UserError:
-        return "standard"
+        return f"standard:coupling={sample.coupling}"
 
 
 @dataclass(slots=True)

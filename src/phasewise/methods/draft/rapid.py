@@ -120,7 +120,7 @@ class _Chain:
 
     def grow(self, tree: DraftBuilder, asked: Sequence[NodeRequest]) -> list[int]:
         ((node, q),) = asked
-        (token, *_), rows = branch(q, 1, "point" if tree.point else DRAWN, tree.us(node))
+        (token, *_), rows = branch(q, 1, "point" if tree.point else DRAWN, tree.us(node), tree.coupling)
         added = tree.add(node, token, None if rows is None else rows[0])
         return [added] if tree.left and float(q[token]) >= self.confidence else []
 

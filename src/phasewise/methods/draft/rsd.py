@@ -86,7 +86,9 @@ class _Widths:
         for node, q in asked:
             if not tree.left:
                 break
-            tokens, rows = branch(q, min(width, tree.left), "point" if tree.point else DRAWN, tree.us(node))
+            tokens, rows = branch(
+                q, min(width, tree.left), "point" if tree.point else DRAWN, tree.us(node), tree.coupling
+            )
             added += [tree.add(node, token, None if rows is None else rows[i]) for i, token in enumerate(tokens)]
         return added if tree.left else []
 

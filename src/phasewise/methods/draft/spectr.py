@@ -70,7 +70,7 @@ class _Chains:
         added: list[int] = []
         if asked[0].node < 0:
             ((node, q),) = asked
-            tokens, rows = branch(q, min(self.count, tree.left), drawn, tree.us(node))
+            tokens, rows = branch(q, min(self.count, tree.left), drawn, tree.us(node), tree.coupling)
             for chain, token in enumerate(tokens):
                 added.append(tree.add(node, token, None if rows is None else rows[chain]))
                 tree.notes[added[-1]] = chain
@@ -78,7 +78,7 @@ class _Chains:
         for node, q in asked[: tree.left]:
             chain = tree.notes[node]
             us = tree.us(node)
-            (token,), _ = branch(q, 1, drawn, lambda _, us=us, chain=chain: us(chain))  # type: ignore[misc]
+            (token,), _ = branch(q, 1, drawn, lambda _, us=us, chain=chain: us(chain), tree.coupling)  # type: ignore[misc]
             added.append(tree.add(node, token, None if tree.point else q))
             tree.notes[added[-1]] = chain
         return added if tree.left else []

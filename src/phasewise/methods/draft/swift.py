@@ -157,10 +157,10 @@ class _Confident:
     def grow(self, tree: DraftBuilder, asked: Sequence[NodeRequest]) -> list[int]:
         ((node, q),) = asked
         params = tree.request.params
-        token = int(q.argmax()) if params.greedy else pick(q, tree.us(node)(0))
+        token = int(q.argmax()) if params.greedy else pick(q, tree.us(node)(0), tree.coupling)
         sure = float(q[token])
         width = min(self.branches, WIDTHS[bisect_left(WIDTHS, (min(sure, 1.0),))][1], tree.left)
-        others, _ = branch(q, width, "point", tree.us(node))
+        others, _ = branch(q, width, "point", tree.us(node), tree.coupling)
         chain = tree.add(node, token)
         for other in [other for other in others if other != token][: width - 1]:
             tree.add(node, other)

@@ -19,6 +19,7 @@ class Chained(Sample):
     def __init__(self, host: Host, method: Any) -> None:
         self.then: Sample = host.bind(method)
         self.then_asks: tuple[str, ...] = method.traits.asks
+        self.coupling = self.then.coupling
 
     def __call__(self, logits: Tensor, contexts: Sequence[Context]) -> Dist:
         return self.then(logits, contexts)

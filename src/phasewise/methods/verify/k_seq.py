@@ -13,7 +13,7 @@ from torch import Tensor
 from phasewise.methods.verify.rejection import Rejection
 from phasewise.verbs.draft import Draft
 from phasewise.verbs.method import Method
-from phasewise.verbs.sample import Dist, Purpose, pick
+from phasewise.verbs.sample import Dist, Purpose
 from phasewise.verbs.traits import Traits
 from phasewise.verbs.verify import Random
 
@@ -69,7 +69,7 @@ def _next(draft: Draft, guesses: list[int], p: Dist, node: int, u: Callable[...,
         return p.top[node + 1]
     row = p.row(node + 1)
     if not guesses:
-        return pick(row, u(Purpose.SAMPLE))
+        return p.pick(row, u(Purpose.SAMPLE))
     assert draft.q is not None
     q = draft.q[guesses[0]]
     rho = slack(row, q, len(guesses))
@@ -79,7 +79,7 @@ def _next(draft: Draft, guesses: list[int], p: Dist, node: int, u: Callable[...,
             return token
     rest = (row - rho * q).clamp_(min=0.0)
     total = rest.sum()
-    return pick(rest / total if total > 0 else row, u(Purpose.RESIDUAL))
+    return p.pick(rest / total if total > 0 else row, u(Purpose.RESIDUAL))
 
 
 def _path(draft: Draft, node: int) -> list[int]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from phasewise.verbs.draft import Draft
 from phasewise.verbs.method import Method
-from phasewise.verbs.sample import Dist, Purpose, pick
+from phasewise.verbs.sample import Dist, Purpose
 from phasewise.verbs.traits import Traits
 from phasewise.verbs.verify import Random
 
@@ -59,7 +59,7 @@ def _step(draft: Draft, path: list[int], p: Dist, rng: Random) -> tuple[int | No
             if rng(depth, Purpose.ACCEPT, i) * mass < float(left[guess]):
                 return child, guess
             left, purpose = _residual(left, q), Purpose.RESIDUAL
-        token = pick(left, rng(depth, purpose))
+        token = p.pick(left, rng(depth, purpose))
     return next((child for child in children if draft.tokens[child] == token), None), token
 
 

@@ -12,7 +12,7 @@ from phasewise.errors import UserError
 from phasewise.methods.verify.rejection import Rejection
 from phasewise.verbs.draft import Draft
 from phasewise.verbs.method import Method
-from phasewise.verbs.sample import Dist, Purpose, pick
+from phasewise.verbs.sample import Dist, Purpose
 from phasewise.verbs.traits import Traits
 from phasewise.verbs.verify import Random, Shown
 
@@ -64,7 +64,7 @@ class TransferVerifier(Method):
             if p.greedy(node + 1):
                 token = self._choice(draft, node, children, p.top[node + 1], shown.logits[node + 1])
             else:
-                token = self._drawn(draft, node, children, p.row(node + 1), rng, len(path))
+                token = self._drawn(draft, node, children, p, rng, len(path))
             child = next((child for child in children if draft.tokens[child] == token), None)
             if child is None:
                 return path, token
@@ -78,13 +78,14 @@ class TransferVerifier(Method):
         best = int(moved(logits, logits.softmax(-1), q, self.eta, self.share).argmax())
         return best if best in guesses else own
 
-    def _drawn(self, draft: Draft, node: int, children: list[int], p: Tensor, rng: Random, depth: int) -> int:
+    def _drawn(self, draft: Draft, node: int, children: list[int], dist: Dist, rng: Random, depth: int) -> int:
         """The next token of a sampled request."""
+        p = dist.row(node + 1)
         guesses = [
             child for child in children if draft.q is not None and float(draft.q[child, draft.tokens[child]]) > 0
         ]
         if not guesses:
-            return pick(p, rng(depth, Purpose.SAMPLE))
+            return dist.pick(p, rng(depth, Purpose.SAMPLE))
         assert draft.q is not None
         thought = _thought(draft, node)
         known = draft.q[guesses[0]] if thought is None else thought
@@ -97,7 +98,7 @@ class TransferVerifier(Method):
                 left = _rest(torch.maximum(p - q, p - shifted), p)
             else:
                 left = _rest(left - q, left)
-        return pick(left, rng(depth, Purpose.RESIDUAL))
+        return dist.pick(left, rng(depth, Purpose.RESIDUAL))
 
 
 def moved(logits: Tensor, p: Tensor, q: Tensor, eta: float, share: float) -> Tensor:
