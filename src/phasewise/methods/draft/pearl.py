@@ -39,12 +39,12 @@ class PEARL(Method):
 
     What is guessed hangs on a request's tokens and rounds, never on time: the engine waits for the draft model. Guesses
     are drawn by the request's own rules with the target's own random numbers (arXiv 2408.07978), and are then compared,
-    as chosen ones are. `where=process` gives the draft model `threads` of its own: leave the cores for them
-    (`OMP_NUM_THREADS`), or target and draft wait for each other's. `where=inline` takes turns with the target, for
-    the same tokens and counters. A process that dies is replaced, and after three in a row nothing is guessed any
-    more, with a warning. The draft model's KV lies in its process, and `--kv-bytes` does not count it: a row for
-    every token of the requests that are decoding. The first request waits for the process to load. Left out:
-    probabilities sent along for rejection sampling, and a `k` that is measured.
+    as chosen ones are: with `--sample standard:coupling=gumbel` more of them are right. `where=process` gives the draft
+    model `threads` of its own: leave the cores for them (`OMP_NUM_THREADS`), or target and draft wait for each other's.
+    `where=inline` takes turns with the target, for the same tokens and counters. A process that dies is replaced, and
+    after three in a row nothing is guessed any more, with a warning. The draft model's KV lies in its process, and
+    `--kv-bytes` does not count it: a row for every token of the requests that are decoding. The first request waits for
+    the process to load. Left out: probabilities sent along for rejection sampling, and a `k` that is measured.
     """
 
     model: str = "pocket-draft"
