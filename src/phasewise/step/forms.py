@@ -1,4 +1,4 @@
-"""Which rows of a span read sealed blocks in one form, and what they then read (`kv/blocks.py`).
+"""Groups the rows of a span that read packed blocks in one form, and gives what they then read (`kv/blocks.py`).
 
 What is sealed for a row depends on how many rows it sees. A draft, or a replay after a preemption, brings rows that see
 different numbers of them: each then reads what it would have read alone, of a tree what lies on its own path.
@@ -58,7 +58,7 @@ def groups(span: Span, cache: LayerKV) -> list[Group]:
 
 
 def _paths(span: Span) -> list[Sequence[int]]:
-    """Of each row, the uncommitted rows before it that it sees; rows of one block read what its first row reads."""
+    """For each row the uncommitted rows before it that it sees. Rows of one block read what its first row reads."""
     if span.sees is None:
         return [range(span.first + row // span.block * span.block) for row in range(span.rows)]
     return [[i for i in row.nonzero().flatten().tolist() if i != span.first + at] for at, row in enumerate(span.sees)]
@@ -98,7 +98,8 @@ def natively(span: Span, flat: ContiguousView, cuts: Sequence[BlockCut], whole: 
 
 
 def parts(cache: LayerKV, found: Sequence[Group]) -> list[KVPart]:
-    """What each group reads of a layer. Blocks are opened once for all, and only where no kernel reads them packed."""
+    """One part for each group: what it reads of a layer. Blocks are opened once for all, and only where no kernel reads
+    them packed."""
     (whole,), sealed = cache.read(), cache.sealed
     assert sealed is not None
     made = []

@@ -54,7 +54,8 @@ class Scratch:
         return self._x
 
     def between(self, rows: int, heads_q: int, heads: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-        """What two halves of a layer need: bfloat16 [rows, heads_q + 2 heads, dim], twice [rows, heads_q, dim]."""
+        """Buffers between two halves of a layer: bfloat16 [rows, heads_q + 2 heads, dim], twice [rows, heads_q,
+        dim]."""
         if self._between is None or self._between[0].shape[0] != rows:
             wide, read, far = (
                 torch.empty((rows, each, dim), dtype=torch.bfloat16) for each in (heads_q + 2 * heads, heads_q, heads_q)
@@ -221,7 +222,7 @@ class NativeStep:
         return turns, numbers, [part._replace(near=near.get(part.near, -1)) for part in parts]
 
     def _commons(self, spans: Sequence[Span], parts: Sequence[StackSpan], some: Sequence[int]) -> Sequence[Common]:
-        """What `some` of the spans, which read by themselves, read in common; it is counted once."""
+        """The prefixes that `some` of the spans, which read by themselves, read in common; each is counted once."""
         some = [i for i in some if not parts[i].window and not parts[i].alone]
         if len(some) < 2:
             return ()
@@ -291,8 +292,8 @@ def _calls(whole: _Call, rows: int) -> list[_Call]:
 
 
 def _commons(spans: Sequence[Span], some: Sequence[int], longest: int, windows: Sequence[int]) -> list[Common]:
-    """What `some` spans whose plans share prefixes read in common; nothing where a window may hide some of it. A slice
-    of a prompt reads by itself."""
+    """The prefixes that `some` spans, whose plans share them, read in common; none where a window may hide some of it.
+    A slice of a prompt reads by itself."""
     if any(window < longest for window in windows):
         return []
     groups: dict[SharedPrefix, list[int]] = {}

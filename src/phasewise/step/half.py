@@ -54,7 +54,7 @@ def run_halves(
 
 
 def _entering(model: Model, batch: Batch) -> Tensor:
-    """What enters the first layer, [T, d]: embedded tokens, or what a span brings instead."""
+    """The input of the first layer, [T, d]: embedded tokens, or what a span brings instead."""
     x = model.embed(batch.tokens)
     for span in batch.spans:
         if span.hidden is not None:
@@ -108,11 +108,11 @@ def _reads(span: Span, layer: int, inside: Inside, queries: Tensor) -> list[Read
 
 
 def _own(read: Read) -> bool:
-    """Whether the attention still to come would not do: rows see otherwise, or it is there already."""
+    """True if the attention still to come would not do: rows see otherwise, or it is there already."""
     return read.view is not None or read.answer is not None
 
 
 def _count(reads: Sequence[Read]) -> None:
-    """Of a span whose attention is still to come."""
+    """Count what a span reads whose attention is still to come."""
     for read in reads:
         read.count(read.part.size[1])

@@ -1,4 +1,4 @@
-"""What the reads of one forward share: whom they count for, and what is worked out once for all layers."""
+"""The context that the reads of one forward share: counters, and what is worked out once for all layers."""
 
 from __future__ import annotations
 

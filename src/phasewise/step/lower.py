@@ -90,7 +90,7 @@ class KeptForm:
         self._lost, self._until, self._lowered, self.part = span.last - flat.n, until, lowered, lowered.part
 
     def serves(self, span: Span, flat: ContiguousView) -> bool:
-        """Whether it is the form of this span, of which `flat`, with this form, is the KV's layout."""
+        """True if it is the form of this span, of which `flat`, with this form, is the KV's layout."""
         at = span.last
         return (
             at < self._until
@@ -231,7 +231,7 @@ def _sealed(span: Span, flat: ContiguousView, whole: StackSpan) -> Lowered | Unl
 
 # ---- attention weights
 def _weighed(span: Span, flat: ContiguousView, stack: Stack, most: int) -> Weighs | None:
-    """How a native step finds what the last row of a span attends to, if its plan asks for nothing else."""
+    """The attention weights that a native step takes of a span's last row; None: none, or its plan asks for more."""
     heads_q, heads, _ = stack.heads
     record = span.plan.record
     if span.rows > most or span.sees is not None or record is None or record.weigh is None:
@@ -260,7 +260,7 @@ def _biased(plan: AttentionPlan, span: Span, flat: ContiguousView, whole: StackS
 
 
 def _bias_table(bias: Tensor, flat: ContiguousView, walk: Sequence[int] | None) -> Tensor:
-    """Of the layers that run, 0 where slot 0 is another position's: float32 [layers, Hq]."""
+    """The bias of the layers that run, 0 where slot 0 is another position's: float32 [layers, Hq]."""
     added = bias if walk is None else bias[list(walk)]
     if not flat.gaps:
         return added.contiguous()
@@ -337,8 +337,8 @@ def _through(window: Window, span: Span, flat: ContiguousView, whole: StackSpan)
 def _front(
     window: Window, flat: ContiguousView, heads: tuple[tuple[bool, ...], ...] | None, position: int
 ) -> tuple[int, int]:  # fmt: skip
-    """How many of the first slots a row at `position`, behind all that are committed, sees for good under a window with
-    a stride; and the first position that does not see just those and the window. (0, 0): rows lie otherwise.
+    """The number of first slots that a row at `position`, behind all that are committed, sees for good under a window
+    with a stride; and the first position that does not see just those and the window. (0, 0): rows lie otherwise.
 
     Rows that stay lie in front, then those that have left the window and wait to be dropped, then the window.
     """
@@ -400,7 +400,7 @@ def _chosen(span: Span, flat: ContiguousView, whole: StackSpan, stack: Stack, hi
 
 
 def candidates(keys: TopK, kernel: KernelScores, n: int, dim: int) -> Candidates:
-    """What the row at slot n - 1 chooses among, with keys of `dim` numbers."""
+    """The candidates of the row at slot n - 1, with keys of `dim` numbers."""
     units = keys.between(n)
     own = keys.first + units  # the first unit of those at the end that are read in any case
     begin, end = (0, kernel.vectors(n)) if kernel.every else (keys.first * kernel.each, own * kernel.each)
@@ -476,7 +476,7 @@ def _make(
 
 
 def _turn(kernel: KernelScores, table: VectorTable, layers: Sequence[int], position: int) -> list[Tensor]:
-    """By what the queries at a position are turned, into the table."""
+    """Write into the table by what the queries at a position are turned. -> the tensors that it points to"""
     if kernel.turned is None:
         return []
     found = [kernel.turned(layer, position) for layer in layers]
@@ -507,7 +507,7 @@ def _block_list(keys: ReadBlocks, own: int, heads: int) -> Tensor:
 
 
 def _picks(keys: LayerPicks, span: Span, flat: ContiguousView) -> Chosen | str:
-    """What some layers pick for those behind them; or why kernels do not."""
+    """The choice of a plan in which some layers pick for those behind them; or why kernels do not make it."""
     if keys.weights is not None:
         return "kernels do not know these weights"
     n, layers = flat.n + 1, span.phase.walk or range(len(flat.layers))
@@ -523,7 +523,7 @@ def _picks(keys: LayerPicks, span: Span, flat: ContiguousView) -> Chosen | str:
 
 
 def _given(keys: Custom, span: Span, flat: ContiguousView, stack: Stack) -> Chosen | str:
-    """What was chosen before this step; or why it was not."""
+    """The choice that was made before this step; or why there is none."""
     given = None if keys.given is None or span.phase.walk is not None else keys.given(span)
     if given is None:
         return "a function chooses what rows read"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Hidden:
-    """What a forward leaves behind: `x` [T, d] after the last layer, and the taps asked for, {layer: [T, d]}.
+    """The result of a forward: `x` [T, d] after the last layer, and the taps asked for, {layer: [T, d]}.
 
     Whoever needs them beyond the step copies them: the next one may write over them.
     """
@@ -55,7 +55,7 @@ class Phase:
 
     # ---- what rows read
     def plan(self, span: Span) -> AttentionPlan:
-        """What the rows of a span may read, as its attend and evict methods say together."""
+        """The attention plan of a span, which its attend and evict methods make together."""
         plan, evict = self.attend.plan(span), self.evict
         if evict is None or id(evict) == id(self.attend):  # one runtime may fill both slots
             return plan
@@ -109,12 +109,12 @@ class Phase:
         return None if self.attend.until is None else self.attend.until(request)
 
     def back(self, span: Span, outcome: Outcome) -> int:
-        """How many of a request's last rows are to be computed once more, now that what is kept of `span` is there."""
+        """The number of a request's last rows to compute once more, now that what is kept of `span` is there."""
         again = self.attend.again
         return outcome.again if again is None else max(outcome.again, again(span.request, span.request.computed))
 
     def marks(self, request: Request) -> Callable[[int, int, int], Tensor] | None:
-        """How much committed rows of a request matter, (layer, start, stop), where the evict method can say it."""
+        """`Evict.saliency` of a request, (layer, start, stop) -> float32 [stop - start]; None: no rows are ranked."""
         if self.evict is None or self.evict.saliency is None:
             return None
         return partial(self.evict.saliency, request)

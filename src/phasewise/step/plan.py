@@ -1,4 +1,4 @@
-"""What the rows of a span may read, as one value.
+"""Attention plans: one value says what the rows of a span may read.
 
 An attend and an evict method each say it for a span (`plan`); `merge` makes one plan of the two. `step/reference.py`
 executes any plan in torch, `step/lower.py` turns it into what the kernels take.
@@ -39,7 +39,7 @@ class Custom:
 
 
 class ChosenSlots(NamedTuple):
-    """What a single row reads: in each layer the slots `lists` int32 [H, K] (-1: none), and all from slot `own` on.
+    """The slots that a single row reads: in each layer `lists` int32 [H, K] (-1: none), and all from slot `own` on.
     `heard` gets the row's queries in all layers, bfloat16 [layers, Hq, D], after the step."""
 
     lists: Sequence[Tensor]
@@ -72,7 +72,8 @@ class LayerPicks:
 
 
 class Scores(NamedTuple):
-    """Of every unit that a row may choose, [1 | h, R, units]; of several units of the same score the earlier is read.
+    """Scores of the units that a row may choose, [1 | h, R, units]. Of several units of the same score the earlier is
+    read.
 
     With approximate attention `weights` [h, G, R, N], what is read counts for the share of weight that it has, and
     `mean` [h, R, D] stands for the rest.
@@ -96,7 +97,7 @@ class Scorer(Protocol):
         ...
 
     def scores(self, read: Read, index: Any, rows: Rivals) -> Scores:
-        """How every row of the read ranks the units. What is read of index and keys is counted."""
+        """The scores with which every row of the read ranks the units. What is read of index and keys is counted."""
         ...
 
 
@@ -139,22 +140,22 @@ class TopK:
     chose: Callable[[int, int, int], None] | None = None
 
     def rows(self, seen: int) -> int:
-        """How many rows are read of so many seen ones, where units are no bound."""
+        """The number of rows that are read of so many seen ones, where units are no bound."""
         return share(self.most, seen)
 
     def between(self, n: int) -> int:
-        """Among how many units the row at slot n - 1 may choose, if slots are positions."""
+        """The number of units among which the row at slot n - 1 may choose, if slots are positions."""
         return (n - 1) // self.unit - self.local + 1 - self.first
 
     def chosen(self, n: int) -> int:
-        """How many of these it reads."""
+        """The number of these that it reads."""
         units = self.between(n)
         return (self.rows(n) - n + units * self.unit) // self.unit if self.units is None else self.units
 
 
 @dataclass(frozen=True, eq=False)
 class KernelScores:
-    """How kernels score the units of a single row (`ops/native/choice.py`), by vectors beside the rows.
+    """The rule by which kernels score the units of a single row (`ops/native/choice.py`), with vectors beside the rows.
 
     `key` names the index, of which `empty(keys)` is one for no rows of keys [h, 0, D]. n committed rows have
     `vectors(n)` vectors. `softmax`: a unit's score is its share of the softmax over vectors, summed over the query
@@ -216,11 +217,11 @@ class Window:
 
     @property
     def rows(self) -> int:
-        """As many rows are seen whole, however they lie."""
+        """The number of rows that a row sees for certain, however they lie: sinks and window."""
         return self.sinks + self.size
 
     def hides(self, span: Span) -> bool:
-        """Whether some row of the span does not see all rows before it."""
+        """True if some row of the span does not see all rows before it."""
         return span.last >= self.hides_from(span)
 
     def hides_from(self, span: Span) -> int:
@@ -228,11 +229,11 @@ class Window:
         return max(self.rows, 0 if self.prompts else span.request.prompt_len)
 
     def seen(self, at: Tensor, rows: Tensor) -> Tensor:
-        """Whether the position `at` sees that of `rows`, which is not behind it; bool, broadcast."""
+        """True where the position `at` sees that of `rows`, which is not behind it; bool, broadcast."""
         return self.stays(rows) | (rows > at - self.size)
 
     def stays(self, rows: Tensor) -> Tensor:
-        """Whether these positions are seen from anywhere."""
+        """True for positions that are seen from anywhere."""
         stays = rows < self.sinks
         return stays | (rows // self.block % self.stride == 0) if self.stride else stays
 
@@ -268,7 +269,7 @@ class SharedPrefix:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class AttentionPlan:
-    """What the rows of a span may read in every layer.
+    """A plan says what the rows of a span may read in every layer.
 
     `window` limits what they see at all, and `keys` says which of it they read. `bias` float32 [layers, Hq] is added to
     the score of position 0, after scale and softcap. Heads that gave that position up and rows that do not see it are
@@ -283,12 +284,12 @@ class AttentionPlan:
 
     @property
     def reads_all(self) -> bool:
-        """Whether rows read everything they see, with the scores that they have."""
+        """True if rows read everything they see, with the scores that they have."""
         return self.keys is FULL and self.bias is None
 
     @property
     def acts_by_layer(self) -> bool:
-        """Whether it does anything that differs from layer to layer, or has to be known inside one."""
+        """True if it does anything that differs from layer to layer, or has to be known inside one."""
         return (
             not self.reads_all or self.record is not None or (self.window is not None and self.window.heads is not None)
         )

@@ -1,4 +1,4 @@
-"""How rows spread their attention over what they see: for methods that score cached rows by it.
+"""Attention weights of rows over what they see, for methods that score cached rows by them.
 
 Kernels do not say, so keys are read once more for it, and counted.
 """
@@ -23,8 +23,8 @@ AT_ONCE = 128  # query rows whose weights are in memory together
 
 
 class Shaped(NamedTuple):
-    """What is made of logits float32 [h, G, r, N] of some rows of a read before the softmax; and the same as data, of
-    such rows, and of the single row of a span after the prompt."""
+    """A change of logits float32 [h, G, r, N] of some rows of a read before the softmax: as a function; as data for
+    such rows; and as data for the single row of a span after the prompt."""
 
     of: Callable[[Read, Tensor, Sequence[int]], Tensor]
     data: Callable[[Read, Sequence[int]], native.Shaping] | None = None
@@ -47,7 +47,7 @@ def probe(read: Read, rows: Sequence[int], shaped: Shaped | None = None) -> Tens
 
 
 def received(read: Read, rows: Sequence[int], shaped: Shaped | None = None) -> Tensor:
-    """What every slot gets of the weights of `rows`: summed over them and over the query heads that share a KV head,
+    """The attention that every slot gets from `rows`: weights summed over them and over the query heads of a KV head,
     float32 [h, N]. Like `probe`, in pieces that take little memory; keys count once."""
     spec, part = read.step.model.config.attention[read.layer], read.part
     read.count_keys(part.size[0] * part.size[1])
@@ -71,14 +71,14 @@ def received(read: Read, rows: Sequence[int], shaped: Shaped | None = None) -> T
 
 
 def _some(of: Tensor, rows: Sequence[int]) -> Tensor:
-    """What some rows have, of a tensor with all of a read's."""
+    """The rows `rows` of a tensor with all of a read's."""
     if isinstance(rows, range) and rows.step == 1:
         return of[rows.start : rows.stop]
     return of[torch.tensor(list(rows), device=of.device)]
 
 
 def _weights(read: Read, rows: Sequence[int], found: Tensor, shaped: Shaped | None) -> Tensor:
-    """Of logits [h, G, r, N] to the first N slots."""
+    """Attention weights of logits [h, G, r, N] to the first N slots."""
     if shaped is not None:
         found = shaped.of(read, found, rows)
     mask = read.seen(rows)  # [1 | h, r, all]

@@ -25,7 +25,7 @@ FEW = SLICE  # rows of a span, unless it is a tree, that are read in one call wi
 
 @dataclass(slots=True)
 class View:
-    """What an evicting method lets rows see. `mask` bool [1 | h, R, N] or None.
+    """A view limits what rows see, for an evicting method. `mask` bool [1 | h, R, N] or None.
 
     `moved` = (slots [M], delta [R]): row r reads those slots as if their positions were `delta[r]` larger.
     """
@@ -237,7 +237,7 @@ class Read:
         return self._pairwise(index, valid)
 
     def listed(self, slots: Tensor) -> listed.Listed | None:
-        """What the native kernel needs to read the slots int32 [h, R, S] (-1: none), if it can do this read."""
+        """The operands of the kernel that reads the slots int32 [h, R, S] (-1: none); None: it cannot do this."""
         part, spec = self.part, self.step.model.config.attention[self.layer]
         if self._moved is not None or spec.softcap is not None:
             return None
@@ -278,7 +278,7 @@ class Read:
         return self.step.model.rotate(self.layer, self.q, -self._moved[1][:, None])
 
     def _causal(self, softcap: float | None, window: int | None) -> bool:
-        """Whether the rows simply see everything before them, and what comes later of their block."""
+        """True if the rows simply see everything before them, and what comes later of their block."""
         if self.span.sees is not None or softcap is not None or self.q.shape[0] < 2:
             return False
         if self.rows is not None:  # rows that others have left alone with this layer: all of them, in order
@@ -288,8 +288,8 @@ class Read:
         return alone and (window is None or max(self.span.positions) < window)
 
     def few(self, start: int = 0, most: int = FEW) -> native.Few | None:
-        """What the native kernel needs, if it can do this read: a tree, or at most so many rows that see all before
-        them.
+        """The operands of the native kernel, if it can do this read: a tree, or at most so many rows that see all
+        before them.
 
         Slots before `start` are read from others.
         """
@@ -317,7 +317,7 @@ class Read:
         return few if native.fits(few) else None
 
     def in_order(self) -> bool:
-        """Whether slots are positions: no row before these has skipped the layer or was dropped."""
+        """True if slots are positions: no row before these has skipped the layer or was dropped."""
         return self.part.plain and self.span.positions[0] == self.part.n
 
     # ---- counters
@@ -334,7 +334,7 @@ class Read:
         self.count_bytes(entries * entry_bytes(layer.codec, layer.shape))
 
     def count_keys(self, entries: int) -> None:
-        """Of `entries` (row, KV head) pairs the keys were read, and the values were not."""
+        """Keys of `entries` (row, KV head) pairs were read, and their values were not."""
         if self.part.bytes is not None:  # keys and values of one form take as much
             heads, rows = self.part.size
             self.count_bytes(self.part.bytes * entries // (heads * rows) // 2)

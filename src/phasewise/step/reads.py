@@ -84,7 +84,7 @@ def queries_of(part: KVPart, q: Tensor, heads: int) -> Tensor:
 
 
 def put(out: Tensor, read: Read, result: Tensor, heads: int) -> None:
-    """What a read has found, into the rows of all heads [T, Hq, D]."""
+    """Write what a read has found into the rows of all heads [T, Hq, D]."""
     if read.part.heads is None:
         out[read.at] = result
     else:
@@ -93,7 +93,7 @@ def put(out: Tensor, read: Read, result: Tensor, heads: int) -> None:
 
 
 def answered(reads: Sequence[Read], answers: Sequence[Tensor | None]) -> list[Tensor]:
-    """What an attend method answered; where it left a read to others, exact attention over all that is visible."""
+    """The answers of an attend method; where it left a read to others, exact attention over all that is visible."""
     left = [read for read, answer in zip(reads, answers) if answer is None]
     rest = iter(attend_all(left) if left else ())
     return [next(rest) if answer is None else answer for answer in answers]

@@ -61,7 +61,7 @@ def attend(plan: AttentionPlan, reads: Sequence[Read]) -> Sequence[Tensor | None
 
 
 def single(read: Read) -> bool:
-    """Whether it is one row that sees all before it, none missing, in slots of their positions."""
+    """True for one row that sees all before it, none missing, in slots of their positions."""
     part, first = read.part, not read.rows or read.rows[0] == 0  # rows behind one that skips the layer are not
     return first and part.plain and part.n == read.span.positions[0] and len(read.q) == 1 and read.mask() is None
 
@@ -83,7 +83,7 @@ def _listed(reads: Sequence[Read], chosen: Sequence[Tensor | None]) -> list[Tens
 
 # ---- top-k KV selection
 class SelectedReader(Protocol):
-    """How rows are read that were chosen."""
+    """Attention of rows over the slots that were chosen for them."""
 
     def listed(
         self, reads: Sequence[Read], slots: Sequence[Tensor], rests: Sequence[UnlistedRest] = ()
@@ -112,8 +112,8 @@ IN_TEXT = InText()
 
 
 def top_k(keys: TopK, reads: Sequence[Read], reader: SelectedReader = IN_TEXT) -> list[Tensor | None]:
-    """What rows read of one layer by top-k selection; single rows in one call, from lists that kernels make where they
-    can."""
+    """Attention of one layer over what rows read by top-k selection. Single rows take one call, with lists that kernels
+    make where they can."""
     out: list[Tensor | None] = [None] * len(reads)
     singles: dict[int, tuple[Read, Any]] = {}
     for i, read in enumerate(reads):
@@ -136,7 +136,7 @@ def top_k(keys: TopK, reads: Sequence[Read], reader: SelectedReader = IN_TEXT) -
 
 
 def chooses(keys: TopK, read: Read) -> bool:
-    """Whether rows of a read may read less than they see."""
+    """True if rows of a read may read less than they see."""
     n = read.part.size[1]
     fits = keys.units is None and keys.rows(n) >= n
     return read.layer >= keys.dense_layers and not fits and read.span.last + 1 >= keys.least
@@ -197,7 +197,8 @@ def _masked(keys: TopK, read: Read, index: Any, reader: SelectedReader) -> Tenso
 
 
 def rivals(keys: TopK, read: Read) -> Rivals:
-    """What the rows of a read see and may choose; the same for all layers in which rows lie and are seen alike."""
+    """The slots that the rows of a read see and may choose; the same for all layers in which rows lie and are seen
+    alike."""
     part, mask = read.part, read.mask()
     if not part.plain or read.rows is not None or read.view is not None:
         return _rivals(keys, read, mask)
@@ -224,7 +225,8 @@ def _rivals(keys: TopK, read: Read, mask: Tensor | None) -> Rivals:
 
 
 def rivals_of(keys: TopK, at: Tensor, positions: Tensor, seen: Tensor, last: int, alone: int = 0) -> Rivals:
-    """Of rows at positions `at` [R], the last of them `last`, that see some of the rows at `positions` [1 | h, N].
+    """The rivals of rows at positions `at` [R], the last of them `last`, that see some of the rows at `positions`
+    [1 | h, N].
     `alone`: `Rivals.single`."""
     unit, at = positions // keys.unit, at[:, None]
     mine = unit[:, None]
@@ -245,7 +247,7 @@ def by_unit(rows: Rivals, unit: Tensor | None, most: int) -> Rivals:
 
 
 def selected(keys: TopK, rows: Rivals, scores: Scores) -> Tensor:
-    """What every row reads, bool [1 | h, R, N]."""
+    """The slots that every row reads, bool [1 | h, R, N]."""
     left = _budget(keys, rows.seen.sum(-1, keepdim=True)) - rows.must.sum(-1, keepdim=True)  # [1 | h, R, 1]
     if rows.unit is None or rows.number is None:
         wide = max(len(scores.units), len(rows.rivals))
@@ -285,7 +287,8 @@ def _order(scores: Tensor, rivals: Tensor) -> Tensor:
 
 # ---- blocks by position
 def _blocks(keys: ReadBlocks, read: Read) -> Tensor:
-    """What the rows of a read read, as `_listed` takes it; the same in all layers, if slots are positions."""
+    """The slots that the rows of a read attend to, as `_listed` takes them; the same in all layers, if slots are
+    positions."""
     alone, part, notes = single(read), read.part, read.step.notes
     if not (part.plain and read.rows is None and read.view is None):
         select = _block_mask(keys, read)
@@ -330,7 +333,8 @@ class _Picks:
 
 
 def _picked(keys: LayerPicks, read: Read) -> Tensor | None:
-    """What the rows of a read read, as `_listed` takes it; where its layer picks, that is noted for those behind it."""
+    """The slots that the rows of a read attend to, as `_listed` takes them; where its layer picks, that is noted for
+    those behind it."""
     if read.layer < min(keys.picking):
         return None
     if read.layer in keys.picking:
@@ -370,7 +374,7 @@ def _pick(keys: LayerPicks, read: Read) -> None:
 
 
 def largest_weights(read: Read) -> Tensor:
-    """What each slot is worth to each row, [h, R, N]: the logarithm of its largest weight over the query heads."""
+    """The worth of each slot to each row, [h, R, N]: the logarithm of its largest weight over the query heads."""
     logits = read.scores()  # [h, G, R, N]
     mask = read.mask()
     if mask is not None:
@@ -390,7 +394,8 @@ def _noted(keys: LayerPicks, read: Read) -> _Picks:
 
 
 def _pick_mask(read: Read, mine: Tensor, sparse: Tensor) -> Tensor:
-    """What is read, bool [h, R, N]: by rows `sparse` what was picked for them and themselves, by others all."""
+    """The slots that are read, bool [h, R, N]: by rows `sparse` what was picked for them and themselves, by others
+    all."""
     part = read.part
     heads, n = part.size
     if read.rows is not None:
@@ -407,7 +412,7 @@ def _pick_mask(read: Read, mine: Tensor, sparse: Tensor) -> Tensor:
 
 # ---- attention windows
 def visible(window: Window, read: Read) -> View | None:
-    """What the rows of a read see through an attention window; None: everything."""
+    """The view that an attention window gives the rows of a read; None: they see everything."""
     if not window.hides(read.span):
         return None
     part, at = read.part, read.q_positions
@@ -466,14 +471,14 @@ def first_weight(read: Read, lse: Tensor) -> Tensor:
 
 
 def _holds_first(read: Read) -> Tensor:
-    """Whether the first slot is that of position 0, bool [1 | h]."""
+    """True where the first slot is that of position 0, bool [1 | h]."""
     if read.part.plain and read.part.n:
         return torch.ones(1, dtype=torch.bool, device=read.q.device)
     return read.part.positions[:, 0] == 0
 
 
 def _sees_first(read: Read) -> Tensor:
-    """Whether a row sees the first slot, bool [R | 1, 1 | h]."""
+    """True where a row sees the first slot, bool [R | 1, 1 | h]."""
     window = read.step.model.config.attention[read.layer].window
     mask = None if window is None and read.view is None and read.span.sees is None else read.mask()
     if mask is None:
@@ -483,7 +488,7 @@ def _sees_first(read: Read) -> Tensor:
 
 # ---- prefixes that several requests share
 def _commons(how: SharedPrefix, reads: Sequence[Read]) -> list[Common]:
-    """What reads have in common, by their numbers; most layers ask the same."""
+    """The prefixes that reads, by their numbers, have in common; most layers ask the same."""
     able = tuple((i, id(read.span)) for i, read in enumerate(reads) if _in_order(read))
     notes, key = reads[0].step.notes, (how, able)
     if key not in notes:
@@ -494,7 +499,7 @@ def _commons(how: SharedPrefix, reads: Sequence[Read]) -> list[Common]:
 
 
 def _in_order(read: Read) -> bool:
-    """Whether the read's rows see all that its request has computed, each row at the slot of its position."""
+    """True if the read's rows see all that its request has computed, each row at the slot of its position."""
     part, window = read.part, read.step.model.config.attention[read.layer].window
     return (
         part.plain

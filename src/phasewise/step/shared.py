@@ -46,7 +46,8 @@ def _above(below: Common, depth: int, paths: Sequence[Sequence[Node]], how: Shar
 
 
 def _nodes_in_common(paths: Sequence[Sequence[Node]], known: int) -> int:
-    """How many nodes all paths begin with, at least `known`. In a tree, two paths that meet have come the same way."""
+    """The number of nodes that all paths begin with, at least `known`. In a tree, two paths that meet have come the
+    same way."""
     low, high = known, min(len(path) for path in paths)
     at = high  # mostly all of it
     while low < high:

@@ -65,7 +65,7 @@ class Span:
 
     @property
     def plan(self) -> AttentionPlan:
-        """What its rows may read, as its phase's methods say."""
+        """The attention plan of its rows, which the methods of its phase make."""
         if self._plan is None:
             self._plan = self.phase.plan(self)
         return self._plan
@@ -85,24 +85,24 @@ class Span:
         return slice(self.start, self.start + self.rows)
 
     def seen(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """Which of the rows `ids` [F] (those in the KV first) the span's `rows` [R] see: bool [R, F]."""
+        """True where the span's `rows` [R] see the rows `ids` [F] (those in the KV first): bool [R, F]."""
         if self.sees is not None:
             return self.sees.to(ids.device)[rows][:, ids]
         return ids[None, :] < (rows[:, None] // self.block + 1) * self.block + self.first
 
     @property
     def reaches_end(self) -> bool:
-        """Whether its last row is that of the request's last token, or of the last that is sure."""
+        """True if its last row is that of the request's last token, or of the last that is sure."""
         return self.end == self.request.known + len(self.sure)
 
     @property
     def end(self) -> int:
-        """How many tokens there are up to its last row."""
+        """The number of tokens up to its last row."""
         return self.positions[-1] + 1 - self.beyond
 
     @property
     def finishes(self) -> bool:
-        """Whether this step takes the rows through the last layer."""
+        """True if this step takes the rows through the last layer."""
         return self.layers is None or self.layers[1] >= len(self.kv.layers)
 
 

@@ -1,4 +1,4 @@
-"""What methods know of a request's rows at a layer, kept along the path of those that stayed.
+"""State that methods keep of a request's rows at a layer, along the path of those that stayed.
 
 A step may bring rows that will not stay (drafts, masks still to be filled in), and may be tried again. So what its rows
 make of the state lies with the span, until the engine says which of them it has committed (`stayed`).
@@ -106,7 +106,7 @@ class Trail:
                     layers[layer][head] = own
 
     def kept(self, request: Request, layer: int, slots: Tensor | Sequence[Tensor]) -> None:
-        """Of the committed slots those stay: one list [K] for all heads, [H, K], or one per head."""
+        """Keep the state of some committed slots alone: one list [K] for all heads, [H, K], or one per head."""
         layers = self.layers(request)
         state = layers[layer]
         if isinstance(slots, Tensor) and slots.dim() == 1:
@@ -118,7 +118,7 @@ class Trail:
             layers[layer] = [own[stay] for own, stay in zip(state, slots)]
 
     def layers(self, request: Request) -> dict[int, State]:
-        """What is known of a request now, by layer."""
+        """The state of a request now, by layer."""
         found: dict[int, State] = request.state.get(self.name, {})
         return found
 
@@ -128,8 +128,8 @@ class Trail:
 
 
 def ends(read: Read) -> list[int]:
-    """How many of the read's rows may stay, drafts aside: all, or all before the last block, which may be denoised once
-    more."""
+    """The numbers of the read's rows that may stay, drafts aside: all, or all before the last block, which may be
+    denoised once more."""
     span = read.span
     stops = [span.rows]
     if span.block > 1:
