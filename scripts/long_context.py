@@ -36,7 +36,7 @@ from phasewise.cli.progress import counting, working
 from phasewise.engine.assembly import kv_shapes
 from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
-from phasewise.kv.buffer import Raw, entry_bytes
+from phasewise.kv.format import Raw, entry_bytes
 from phasewise.load import model_path
 from phasewise.model.hub import resolve
 from phasewise.model.model import Model

@@ -15,8 +15,7 @@ from typing import TypeVar
 
 import pytest
 
-from phasewise.kv.blocks import Marked
-from phasewise.kv.buffer import Codec
+from phasewise.kv.format import BlockFormat, RowFormat
 from phasewise.verbs.attend import Attend
 from phasewise.verbs.decode import Decode
 from phasewise.verbs.draft import Drafter
@@ -36,7 +35,21 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "src/phasewise/"
 EXCEPTIONS = tomllib.loads((Path(__file__).parent / "ratchets.toml").read_text(encoding="utf-8"))
 ROOMS = ("engine", "step", "verbs", "speculation", "kv", "request", "cluster", "plan")  # they ask methods for members
-ASKED = (Method, Attend, Codec, Decode, Drafter, Evict, Marked, Placing, Sample, Scheduler, Skip, Storing, Verifier)
+ASKED = (
+    Method,
+    Attend,
+    RowFormat,
+    Decode,
+    Drafter,
+    Evict,
+    BlockFormat,
+    Placing,
+    Sample,
+    Scheduler,
+    Skip,
+    Storing,
+    Verifier,
+)
 
 
 def each(root: Path, kind: type[T]) -> Iterator[tuple[str, T]]:

@@ -44,7 +44,7 @@ METHODS: dict[str, Any] = {
     "loopserve": LoopServe(alpha=1.0, budget=12, every=6, voters=6),
 }
 EACH = pytest.mark.parametrize("name", METHODS)
-CODECS: dict[str, Callable[[], dict[str, Any]]] = {"raw": dict, "int8": lambda: {"codec": Int8().codec()}}
+FORMATS: dict[str, Callable[[], dict[str, Any]]] = {"raw": dict, "int8": lambda: {"format": Int8().format()}}
 
 
 @pytest.fixture(scope="module")
@@ -84,22 +84,22 @@ def asked(name: str, rows: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("name", "codec"), [(name, "raw") for name in METHODS] + [("infllm", "int8"), ("tidal", "int8")]
+    ("name", "format"), [(name, "raw") for name in METHODS] + [("infllm", "int8"), ("tidal", "int8")]
 )
 def test_a_step_is_one_call_and_gives_what_halves_give(
-    name: str, codec: str, model: Model, monkeypatch: pytest.MonkeyPatch
+    name: str, format: str, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit, with the same vectors beside the rows and the same counters. Vectors that no list needs yet, those
     of the last rows, may be missing in a whole step, and be counted later."""
     made = passes(monkeypatch)
-    whole = started(model, name, **CODECS[codec]())
+    whole = started(model, name, **FORMATS[format]())
     start = len(made)
     got = [whole.feed([token]) for token in TOKENS[PROMPT:]]
     single = [each.whole for each in made[start:] if each.rows == 1]
     assert single == [not asked(name, i) for i in range(30)]
     with monkeypatch.context() as patch:
         halved(patch)
-        halves = started(model, name, **CODECS[codec]())
+        halves = started(model, name, **FORMATS[format]())
         start = len(made)
         want = [halves.feed([token]) for token in TOKENS[PROMPT:]]
     assert not any(each.whole for each in made[start:])

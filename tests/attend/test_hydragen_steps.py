@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from phasewise.engine.assembly import kv_shapes
-from phasewise.kv.buffer import Codec, Ledger, Raw
+from phasewise.kv.buffer import Ledger
 from phasewise.kv.cache import KV
+from phasewise.kv.format import Raw, RowFormat
 from phasewise.kv.store import Sharing, Store
 from phasewise.methods.attend.dense import Dense
 from phasewise.methods.attend.hydragen import Hydragen
@@ -37,11 +38,11 @@ def without_library(monkeypatch: pytest.MonkeyPatch) -> None:
 class Party:
     """Requests with one store, stepped together by hand; a prompt is remembered when it is complete."""
 
-    def __init__(self, model: Model, attend: Any, codec: Codec | None = None) -> None:
+    def __init__(self, model: Model, attend: Any, format: RowFormat | None = None) -> None:
         self.model, self.counters = model, Counters()
         self.phase = Phase("decode", None, attend)  # type: ignore[arg-type]
         self.store = Store(
-            kv_shapes(model), codec or Raw(), ledger=Ledger(1 << 40), counters=self.counters, sharing=Sharing("one")
+            kv_shapes(model), format or Raw(), ledger=Ledger(1 << 40), counters=self.counters, sharing=Sharing("one")
         )
         self.requests: list[Request] = []
 

@@ -267,8 +267,8 @@ def test_a_fork_goes_on_by_itself() -> None:
 
 
 def test_rows_as_int8_are_chosen_by_what_they_are_then() -> None:
-    one = started(SlowLoop(TIGHT), codec=Int8().codec())
-    two = started(runtime(TIGHT), codec=Int8().codec())
+    one = started(SlowLoop(TIGHT), format=Int8().format())
+    two = started(runtime(TIGHT), format=Int8().format())
     for token in TOKENS[PROMPT:90]:
         torch.testing.assert_close(two.feed([token]), one.feed([token]), atol=1e-3, rtol=1e-3)
 

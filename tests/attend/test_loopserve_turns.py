@@ -76,9 +76,9 @@ def test_new_rows_read_lines_of_their_own_over_old_keys_and_new(knobs: LoopServe
 
 
 def test_rows_as_int8() -> None:
-    codec = Int8().codec()
-    fast = turn(runtime(TIGHT), 41, codec=codec)
-    book = turn(SlowLoop(TIGHT), 41, fast.given, codec=codec)  # type: ignore[attr-defined]
+    format = Int8().format()
+    fast = turn(runtime(TIGHT), 41, format=format)
+    book = turn(SlowLoop(TIGHT), 41, fast.given, format=format)  # type: ignore[attr-defined]
     torch.testing.assert_close(fast.logits, book.logits, atol=1e-3, rtol=1e-3)  # type: ignore[attr-defined]
     for token in TOKENS[PROMPT:90]:
         torch.testing.assert_close(fast.feed([token]), book.feed([token]), atol=1e-3, rtol=1e-3)

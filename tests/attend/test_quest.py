@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from phasewise.errors import UserError
-from phasewise.kv.buffer import KVShape, Ledger, Raw
+from phasewise.kv.buffer import Ledger
+from phasewise.kv.format import KVShape, Raw
 from phasewise.kv.layer_kv import LayerKV
 from phasewise.methods.attend.quest import Quest, _Bounds, upper_bounds
 from phasewise.methods.evict.snapkv import SnapKV
@@ -46,7 +47,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "snapkv": lambda: {"evict": bound(SnapKV(keep=0.5, window=5))},
     "heads that keep other rows": lambda: {"evict": Uneven([[range(0, 70, 2), [*range(34), 69]]] * 4)},
     "heads that keep more rows": lambda: {"evict": Uneven([[range(1, 70, 2), [*range(50), 68, 69]]] * 4)},
-    "int8": lambda: {"codec": Int8().codec()},
+    "int8": lambda: {"format": Int8().format()},
 }
 
 

@@ -57,7 +57,7 @@ def kept(walk: Walk) -> list[Tensor]:
 
 METHODS: dict[str, Callable[[Model], dict[str, Any]]] = {
     "plain": lambda model: {},
-    "int8": lambda model: {"codec": Int8().codec()},
+    "int8": lambda model: {"format": Int8().format()},
     "streaming that hides nothing yet": lambda model: {"evict": bound(Streaming(sinks=6, window=200), model)},
     "layers passed by": lambda model: {"skip": bound(Unified(weights="none"), model)},
 }

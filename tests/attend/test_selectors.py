@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from phasewise.kv.buffer import KVShape
+from phasewise.kv.format import KVShape
 from phasewise.methods.attend.double_sparsity import DoubleSparsity
 from phasewise.methods.attend.infllm import InfLLM
 from phasewise.methods.attend.instinfer import InstInfer
@@ -63,7 +63,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "snapkv": lambda: {"evict": bound(SnapKV(keep=0.5, window=5))},
     "heads that keep other rows": lambda: {"evict": Uneven([[range(0, 70, 2), [*range(34), 69]]] * 4)},
     "heads that keep more rows": lambda: {"evict": Uneven([[range(1, 70, 2), [*range(50), 68, 69]]] * 4)},
-    "int8": lambda: {"codec": Int8().codec()},
+    "int8": lambda: {"format": Int8().format()},
 }
 EACH = pytest.mark.parametrize("name", METHODS)
 

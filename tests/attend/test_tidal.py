@@ -43,7 +43,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "snapkv": lambda: {"evict": bound(SnapKV(keep=0.5, window=5))},
     "heads that keep other rows": lambda: {"evict": Uneven([[range(0, 70, 2), [*range(34), 69]]] * 4)},
     "heads that keep more rows": lambda: {"evict": Uneven([[range(1, 70, 2), [*range(50), 68, 69]]] * 4)},
-    "int8": lambda: {"codec": Int8().codec()},
+    "int8": lambda: {"format": Int8().format()},
 }
 
 

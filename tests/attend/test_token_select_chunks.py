@@ -27,7 +27,7 @@ KNOBS: dict[str, Any] = {"k": 9, "first": 3, "local": 5, "chunk": 8}
 POSITIONS = pytest.mark.parametrize("positions", ["text", "list"])
 CASES: dict[str, Any] = {
     "plain": dict,
-    "int8": lambda: {"codec": Int8().codec()},
+    "int8": lambda: {"format": Int8().format()},
     "streaming": lambda: {"evict": bound(Streaming(sinks=6, window=43))},
     "snapkv": lambda: {"evict": bound(SnapKV(keep=0.5, window=5))},
     "heads that keep other rows": lambda: {"evict": Uneven([[range(0, 70, 2), [*range(34), 69]]] * 4)},

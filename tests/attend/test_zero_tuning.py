@@ -15,7 +15,8 @@ from phasewise.builder import Builder
 from phasewise.engine.assembly import kv_shapes
 from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
-from phasewise.kv.buffer import KVShape, Ledger, Raw
+from phasewise.kv.buffer import Ledger
+from phasewise.kv.format import KVShape, Raw
 from phasewise.kv.layer_kv import LayerKV
 from phasewise.kv.store import Store
 from phasewise.methods.attend.dense import Dense
@@ -76,7 +77,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "snapkv": lambda: {"evict": bound(SnapKV(keep=0.5, window=5))},
     "a head without the first row": lambda: {"evict": Uneven([[range(0, 70, 2), range(35, 70)]] * 4)},
     "heads that keep more rows": lambda: {"evict": Uneven([[range(1, 70, 2), [*range(50), 68, 69]]] * 4)},
-    "int8": lambda: {"codec": Int8().codec()},
+    "int8": lambda: {"format": Int8().format()},
 }
 
 

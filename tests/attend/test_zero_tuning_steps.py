@@ -29,7 +29,7 @@ TREE, PARENTS = [5, 6, 7, 8, 9, 10], [-1, 0, 0, 1, 2, 3]
 ON = {"attend": "zero_tuning:gamma=20,weights=none"}
 WHOLE: dict[str, Callable[[], dict[str, Any]]] = {
     "plain": dict,
-    "int8": lambda: {"codec": Int8().codec()},
+    "int8": lambda: {"format": Int8().format()},
     "streaming": lambda: {"evict": bound(Streaming(sinks=6, window=43))},
     "no sinks": lambda: {"evict": bound(Streaming(sinks=0, window=43))},
     "fewer layers": lambda: {"skip": bound(Unified(speedup=2.0, weights="none"))},

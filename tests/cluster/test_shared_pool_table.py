@@ -23,8 +23,8 @@ from phasewise.cluster.shared_pool import SharedPool
 from phasewise.cluster.transfer_buffer import Lost, folder, sweep
 from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
-from phasewise.kv.buffer import KVShape, Raw
 from phasewise.kv.cache import KV
+from phasewise.kv.format import KVShape, Raw
 from phasewise.kv.layer_kv import LayerKV
 from phasewise.options import parse
 from phasewise.request.counters import Counters

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import torch
 
 from phasewise.engine.assembly import kv_shapes
-from phasewise.kv.buffer import Ledger, Raw
+from phasewise.kv.buffer import Ledger
 from phasewise.kv.cache import KV
+from phasewise.kv.format import Raw
 from phasewise.kv.store import Store
 from phasewise.model.model import Model
 from phasewise.request.counters import Counters

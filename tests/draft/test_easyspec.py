@@ -13,8 +13,9 @@ from phasewise.builder import Builder
 from phasewise.engine.assembly import kv_shapes
 from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
-from phasewise.kv.buffer import Ledger, Raw
+from phasewise.kv.buffer import Ledger
 from phasewise.kv.cache import KV
+from phasewise.kv.format import Raw
 from phasewise.kv.store import Store
 from phasewise.load import model_path
 from phasewise.methods.draft.easyspec import EasySpec

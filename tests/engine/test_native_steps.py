@@ -41,7 +41,7 @@ def test_who_looks_halves_the_step_and_no_one_else(verb: str, name: str, monkeyp
     traits = method().traits
     acts = set(traits.phases)
     looks = (verb == "evict" and name != DEFAULTS[verb] and not hasattr(phase.evict, "window")) or name == "power"
-    if hasattr(engine.parts.store.codec, "cuts"):  # blocks are opened
+    if hasattr(engine.parts.store.format, "cuts"):  # blocks are opened
         looked = verb == "evict" or "evict" in traits.fills  # at the prompt: its step is halved
         assert len(made) == 1 and whole == (not looked)  # the prompt alone is native
     elif not phase.walks:  # which rows run a layer is decided on the way, or they run with weights of their own

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phasewise.kv.buffer import entry_bytes
+from phasewise.kv.format import entry_bytes
 from phasewise.methods.evict._allot import Spread, allot, pyramid
 from phasewise.methods.evict.snapkv import SnapKV
 from phasewise.verbs.evict import retain
@@ -105,7 +105,7 @@ def test_rows_and_bytes_are_as_many_as_without(name: str, sizes: list[int]) -> N
         stay = kept(one)
         total[len(knobs)] = [[len(head) for head in layer] for layer in stay]
         layer = one.kv.layers[0]
-        assert one.kv.live_bytes == 4 * 2 * 24 * entry_bytes(layer.codec, layer.shape), "on the byte"
+        assert one.kv.live_bytes == 4 * 2 * 24 * entry_bytes(layer.format, layer.shape), "on the byte"
         assert all(head[-6:] == list(range(84, 90)) for each in stay for head in each), "the window is never cut"
         got = torch.cat([one.feed(piece) for piece in cuts(tokens[90:], [1, 1, 4])])
 

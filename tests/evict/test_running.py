@@ -158,9 +158,9 @@ def test_a_models_own_window_hides_rows_from_the_scores(name: str) -> None:
 @pytest.mark.parametrize("name", ["tova", "h2o ada"])
 def test_in_eight_bits_by_the_rows_as_they_are_kept(name: str) -> None:
     slow = fresh(name)
-    true = Walk(tiny.model(), TOKENS[:PROMPT], evict=slow, codec=Int8().codec())
+    true = Walk(tiny.model(), TOKENS[:PROMPT], evict=slow, format=Int8().format())
     true.feed(TOKENS[:PROMPT])
-    one, runtime = walked(name, codec=Int8().codec())
+    one, runtime = walked(name, format=Int8().format())
     one.feed(TOKENS[:17])
     one.feed(TOKENS[17:PROMPT])
     for token in TOKENS[PROMPT:]:

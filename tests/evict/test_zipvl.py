@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
-from phasewise.kv.buffer import entry_bytes
+from phasewise.kv.format import entry_bytes
 from phasewise.methods.attend.dense import Dense
 from phasewise.methods.evict.zipvl import Zipped, ZipVL, fewest
 from phasewise.model.model import Model
@@ -109,7 +109,7 @@ def test_layers_keep_numbers_of_their_own() -> None:
     one, _, slow, _ = both(tiny.model(), tiny.prompts(80)[0])
     assert len({len(stay) for stay in slow.chosen.values()}) > 1
     assert [one.kv.layers[i].n for i in range(4)] == [len(slow.chosen[i]) for i in range(4)]
-    each = entry_bytes(one.kv.layers[0].codec, one.kv.layers[0].shape)
+    each = entry_bytes(one.kv.layers[0].format, one.kv.layers[0].shape)
     rows = sum(len(stay) for stay in slow.chosen.values())
     assert one.kv.live_bytes == rows * 2 * each
     assert one.counters.kv_bytes_read == (4 * 80 * 2 * each) // 2 + rows * 2 * each, "keys for the probes, and the rest"

@@ -18,8 +18,9 @@ from torch import Tensor
 from phasewise.builder import Builder
 from phasewise.engine.assembly import kv_shapes
 from phasewise.engine.limits import Limits
-from phasewise.kv.buffer import Codec, Ledger, Raw
+from phasewise.kv.buffer import Ledger
 from phasewise.kv.cache import KV
+from phasewise.kv.format import Raw, RowFormat
 from phasewise.kv.store import Store
 from phasewise.methods.attend.dense import Dense
 from phasewise.methods.decode.speculative import Speculative
@@ -48,12 +49,12 @@ class Walk:
     """One request fed by hand: each `feed` is a step of an engine, eviction included."""
 
     def __init__(self, model: Model, prompt: Sequence[int], *, evict: Any = None, attend: Any = None, skip: Any = None,
-                 codec: Codec | None = None) -> None:  # fmt: skip
+                 format: RowFormat | None = None) -> None:  # fmt: skip
         self.model, self.counters, self.ledger = model, Counters(), Ledger(1 << 40)
         self.phase = Phase("test", decode=None, attend=attend or Dense(), evict=evict, skip=skip)  # type: ignore[arg-type]
         self.plain = replace(self.phase, attend=Dense(), skip=None)  # prompts
         self.request = Request(prompt, Params(max_tokens=1 << 20))
-        store = Store(kv_shapes(model), codec or Raw(), ledger=self.ledger, counters=self.counters)
+        store = Store(kv_shapes(model), format or Raw(), ledger=self.ledger, counters=self.counters)
         if evict is not None:
             store.expect([evict.places], store.level)
         self.kv: KV = store.open(self.request, len(prompt))

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phasewise.kv.blocks import SIDES, BlockCodec
-from phasewise.kv.buffer import KVShape
+from phasewise.kv.format import SIDES, BlockFormat, KVShape
 from phasewise.step.read import Read
 from tests.asking import Asking
 
@@ -50,12 +49,12 @@ class Slowly(Asking):
         return (weights @ values).reshape(-1, read.q.shape[-1])
 
 
-def through(codec: BlockCodec) -> Rounder:
-    """What a codec makes of a block by itself."""
+def through(format: BlockFormat) -> Rounder:
+    """What a format makes of a block by itself."""
 
     def rounder(side: int, rows: Tensor) -> Tensor:
         shape = KVShape(1, rows.shape[1], rows.dtype)
-        return codec.open(side, codec.seal(side, rows[None]), shape)[0]
+        return format.open(side, format.seal(side, rows[None]), shape)[0]
 
     return rounder
 

@@ -11,8 +11,9 @@ import torch
 from phasewise import catalog
 from phasewise.engine.engine import Engine
 from phasewise.kv.beside import Beside
-from phasewise.kv.buffer import KVShape, Ledger
+from phasewise.kv.buffer import Ledger
 from phasewise.kv.cache import KV
+from phasewise.kv.format import KVShape
 from phasewise.methods.attend.quest import Quest
 from phasewise.request.request import Request
 from tests import seeds, tiny

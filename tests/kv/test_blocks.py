@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from phasewise.engine.engine import Engine
 from phasewise.errors import UserError
-from phasewise.kv.blocks import SIDES, BlockCut, block_bytes, sealing
-from phasewise.kv.buffer import Codec, Raw
 from phasewise.kv.cache import KV
+from phasewise.kv.format import SIDES, BlockCut, Raw, RowFormat, block_bytes, block_format
 from phasewise.methods.store.gear import Gear
 from phasewise.methods.store.kivi import Kivi
 from phasewise.request.request import Request
@@ -22,9 +21,9 @@ from tests import double, tiny
 from tests.kv.harness import Walk, cuts
 from tests.kv.sealing import Slowly, by_hand, through
 
-KIVI = Kivi(bits=2, group=4, residual=8).codec()
-GEAR = Gear(bits=2, group=4, block=8, rank=1, sparse=0.1).codec()
-CODECS = pytest.mark.parametrize("codec", [KIVI, GEAR], ids=["kivi", "gear"])
+KIVI = Kivi(bits=2, group=4, residual=8).format()
+GEAR = Gear(bits=2, group=4, block=8, rank=1, sparse=0.1).format()
+FORMATS = pytest.mark.parametrize("format", [KIVI, GEAR], ids=["kivi", "gear"])
 PROMPT, WHOLE = 37, 80
 FIXTURES = [HealthCheck.function_scoped_fixture]  # one and the same for all examples
 
@@ -49,37 +48,39 @@ def tokens() -> list[int]:
     return tiny.prompts(WHOLE)[0]
 
 
-def fed(codec: Codec, sizes: Sequence[int], prompt: Sequence[int] = (PROMPT,), attend: object = None) -> torch.Tensor:
+def fed(
+    format: RowFormat, sizes: Sequence[int], prompt: Sequence[int] = (PROMPT,), attend: object = None
+) -> torch.Tensor:
     """Logits of all rows; the prompt in pieces of `prompt` rows, what follows in pieces of `sizes`."""
     every = tokens()
-    one = Walk(tiny.model(), every[:PROMPT], codec=codec, attend=attend)
+    one = Walk(tiny.model(), every[:PROMPT], format=format, attend=attend)
     pieces = [*cuts(every[:PROMPT], prompt), *cuts(every[PROMPT:], sizes)]
     return torch.cat([one.feed(piece) for piece in pieces])
 
 
 @cache
-def slowly(codec: Codec) -> torch.Tensor:
-    blocks = sealing(codec)
+def slowly(format: RowFormat) -> torch.Tensor:
+    blocks = block_format(format)
     assert blocks is not None
-    rounder = by_hand(2, 4) if codec is KIVI else through(blocks)
+    rounder = by_hand(2, 4) if format is KIVI else through(blocks)
     return fed(Raw(), [1], attend=Slowly(blocks.cuts, rounder))
 
 
-@CODECS
+@FORMATS
 @pytest.mark.parametrize(("sizes", "prompt"), [([1], [5]), ([9, 2], [PROMPT]), ([WHOLE], [5])], ids=str)
-def test_every_row_reads_what_it_would_alone(codec: Codec, sizes: list[int], prompt: list[int]) -> None:
-    got, want = fed(codec, sizes, prompt), slowly(codec)
+def test_every_row_reads_what_it_would_alone(format: RowFormat, sizes: list[int], prompt: list[int]) -> None:
+    got, want = fed(format, sizes, prompt), slowly(format)
     assert torch.allclose(got, want, atol=1e-9)
     dense = fed(Raw(), [1])
     assert torch.allclose(got[:PROMPT], dense[:PROMPT], atol=1e-9), "prompts are computed from rows as they are"
     assert float((got[PROMPT:] - dense[PROMPT:]).abs().max()) > 0.01, "and what follows is not"
 
 
-@CODECS
-def test_trees_across_a_border(codec: Codec) -> None:
+@FORMATS
+def test_trees_across_a_border(format: RowFormat) -> None:
     """Every node reads its own path, of which a part may be sealed for it; rejected nodes leave no trace."""
-    every, want = tokens(), slowly(codec)
-    one = Walk(tiny.model(), every[:PROMPT], codec=codec)
+    every, want = tokens(), slowly(format)
+    one = Walk(tiny.model(), every[:PROMPT], format=format)
     one.feed(every[:PROMPT])
     at = PROMPT
     while at + 12 < WHOLE:
@@ -98,13 +99,13 @@ def test_trees_across_a_border(codec: Codec) -> None:
         assert one.kv.layers[0].n == at
 
 
-@CODECS
+@FORMATS
 @settings(max_examples=3, deadline=None, suppress_health_check=FIXTURES)
 @given(st.data())
-def test_forks_dumps_and_the_ledger(codec: Codec, data: st.DataObject) -> None:
+def test_forks_dumps_and_the_ledger(format: RowFormat, data: st.DataObject) -> None:
     """Whatever forks, is dumped, loaded and closed: rows are read alike, and the ledger has the bytes of all."""
-    every, want = tokens(), slowly(codec)
-    first = Walk(tiny.model(), every[:PROMPT], codec=codec)
+    every, want = tokens(), slowly(format)
+    first = Walk(tiny.model(), every[:PROMPT], format=format)
     first.feed(every[:PROMPT])
     walks = [first]
     for _ in range(data.draw(st.integers(1, 8))):
@@ -114,7 +115,7 @@ def test_forks_dumps_and_the_ledger(codec: Codec, data: st.DataObject) -> None:
             walks.append(one.fork())
         elif action == "move":
             dumped = one.kv.dump()
-            other = Walk(tiny.model(), every[:PROMPT], codec=codec)
+            other = Walk(tiny.model(), every[:PROMPT], format=format)
             other.kv.load(dumped)
             other.request.tokens, other.request.computed = list(one.request.tokens), one.request.computed
             for each in walks:
@@ -136,28 +137,28 @@ def bytes_of(kvs: Sequence[KV]) -> int:
     buffers = {}
     for kv in kvs:
         for layer in kv.layers:
-            assert layer.sealed is not None
-            for buffer in (*layer.sealed.held, *(slab.buffer for slab in layer.slabs)):
+            assert layer.blocks is not None
+            for buffer in (*layer.blocks.held, *(slab.buffer for slab in layer.slabs)):
                 buffers[id(buffer)] = sum(plane.nbytes for plane in buffer.planes)
     return sum(buffers.values())
 
 
-@CODECS
-def test_what_is_sealed_is_really_freed(codec: Codec) -> None:
+@FORMATS
+def test_what_is_sealed_is_really_freed(format: RowFormat) -> None:
     """However long the text, rows as they are fit a buffer of one size; all else lies in blocks."""
-    one = Walk(tiny.model(), tiny.prompts(500)[0], codec=codec)
+    one = Walk(tiny.model(), tiny.prompts(500)[0], format=format)
     one.feed(one.request.prompt)
-    blocks = sealing(codec)
+    blocks = block_format(format)
     assert blocks is not None
     for _ in range(100):
         one.feed([5])
         for layer in one.kv.layers:
             (slab,), n = layer.slabs, one.request.computed
-            assert layer.sealed is not None and slab.buffer.cap <= 128 and slab.base + slab.n == layer.n == n
+            assert layer.blocks is not None and slab.buffer.cap <= 128 and slab.base + slab.n == layer.n == n
             counts = [blocks.cuts[side].blocks(n) for side in SIDES]
-            assert layer.sealed.counts == counts
+            assert layer.blocks.counts == counts
             live = sum(counts[side] * block_bytes(blocks, layer.shape, side) for side in SIDES)
-            live += sum((n - layer.sealed.rows(side)) * 12 * 8 for side in SIDES)
+            live += sum((n - layer.blocks.rows(side)) * 12 * 8 for side in SIDES)
             assert layer.live_bytes == 2 * live
     assert one.ledger.used == bytes_of([one.kv]) < one.kv.layers[0].n * 4 * 2 * 2 * 12 * 8 / 2
 

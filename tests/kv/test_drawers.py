@@ -13,8 +13,8 @@ from phasewise import catalog
 from phasewise.bench.drive import HeldKV, note
 from phasewise.bench.held import lying
 from phasewise.engine.engine import Engine
-from phasewise.kv.buffer import KVShape
 from phasewise.kv.drawers import Room
+from phasewise.kv.format import KVShape
 from phasewise.kv.handoff import landing, layout, pack, unpack
 from phasewise.model.model import Model
 from phasewise.request.request import Request

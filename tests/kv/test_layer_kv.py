@@ -11,8 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from phasewise.kv.buffer import KVShape, Ledger, Raw, rounded
+from phasewise.kv.buffer import Ledger, rounded
 from phasewise.kv.cache import KV
+from phasewise.kv.format import KVShape, Raw
 from phasewise.kv.layer_kv import LayerKV
 from phasewise.request.counters import Counters
 from tests.step.plain import DIM, HEADS, PlainLayer, Row, assert_same, tensors

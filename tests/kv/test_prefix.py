@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from phasewise.kv import layer_kv
-from phasewise.kv.buffer import KVShape, Ledger, Raw
+from phasewise.kv.buffer import Ledger
+from phasewise.kv.format import KVShape, Raw
 from phasewise.kv.prefix import BLOCK, PrefixCache, PrefixTree, chain
 from phasewise.kv.store import Sharing, Store
 from phasewise.request.counters import Counters

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phasewise.kv.buffer import KVShape
+from phasewise.kv.format import KVShape
 from phasewise.kv.handoff import _decode, _encode
 from phasewise.kv.wire import Dump, Encoded, Misfit, RowsOrigin, bits_of, from_bits, opened, sealed
 from phasewise.methods.store._cachegen.chunked import Chunked, ChunkPlan

@@ -10,7 +10,7 @@ import pytest
 
 from phasewise import catalog
 from phasewise.errors import UserError
-from phasewise.kv.blocks import marking, sealing
+from phasewise.kv.format import block_format
 from phasewise.methods.draft.rasd import fuse
 from phasewise.options import DEFAULTS, parse
 from phasewise.request.params import Params
@@ -147,8 +147,10 @@ def test_traits_are_what_is_bound(verb: str, name: str, knobs: dict[str, Any]) -
     placed: Any = tiny.engine(given := options(verb, name, knobs))
     traits, runtime = parse(dict(given))[verb].traits, placed.parts.recipes[""]
     assert traits.verb == verb
-    codec, phases = runtime.store.codec, runtime.phases
-    assert traits.packs_blocks == (sealing(codec) is not None) and traits.ranks_rows == (marking(codec) is not None)
+    format, phases = runtime.store.format, runtime.phases
+    assert traits.packs_blocks == (block_format(format) is not None) and traits.ranks_rows == bool(
+        (blocks := block_format(format)) and blocks.by_saliency
+    )
     assert any(phase.delta is not None for phase in phases) <= traits.low_rank
     assert any(phase.attend.again is not None for phase in phases) == traits.recomputes
     assert any(phase.late is not None for phase in phases) == traits.defers_tokens

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from phasewise.engine.assembly import kv_shapes
-from phasewise.kv.buffer import Ledger, Raw
+from phasewise.kv.buffer import Ledger
 from phasewise.kv.cache import KV
+from phasewise.kv.format import Raw
 from phasewise.kv.store import Store
 from phasewise.model.grouped import GroupedModel, grouped
 from phasewise.model.model import Model

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from phasewise.engine.assembly import kv_shapes
-from phasewise.kv.buffer import Ledger, Raw
+from phasewise.kv.buffer import Ledger
+from phasewise.kv.format import Raw
 from phasewise.kv.store import Store
 from phasewise.methods.attend.dense import Dense
 from phasewise.model import artefacts

@@ -120,17 +120,17 @@ def test_rows_depend_on_nothing_else(kind: torch.dtype, window: int | None, dim:
 def test_rounded_rows_are_read_as_they_are(shape: tuple[int, int, int], kind: torch.dtype, target: str) -> None:
     """Bit for bit what attention over the decoded rows gives, beside spans that are not rounded, from any slot on; or,
     where no row is decoded, nearer to exact sums over levels (see test_native_levels), and the others as ever."""
-    codec = Int8().codec()
+    format = Int8().format()
     batch = [make(shape, rows, n, kind, tree) for rows, n, tree in ((1, 1, False), (1, 300, False), (3, 1100, False),
                                                                     (7, 40, True), (1, 65, False))]  # fmt: skip
     rounded, decoded, exact = [batch[0]], [batch[0]], []
     for few in batch[1:]:
         longer = [torch.nn.functional.pad(x, (0, 0, 0, 9)) for x in (few.k, few.v)]
-        planes = [plane[:, : few.k.shape[1]] for plane in codec.encode(*longer)]  # the first rows of a slab
+        planes = [plane[:, : few.k.shape[1]] for plane in format.encode(*longer)]  # the first rows of a slab
         k, k_scale, v, v_scale = planes
         rounded.append(Few(few.q, k, v, few.sees, 0, (k_scale, v_scale)))
-        decoded.append(Few(few.q, *codec.decode(planes, kind), few.sees))
-        exact.append((few, *codec.decode(planes, torch.float32)))
+        decoded.append(Few(few.q, *format.decode(planes, kind), few.sees))
+        exact.append((few, *format.decode(planes, torch.float32)))
     assert all(spans.fits(few) for few in rounded)
     got, got_lse = spans.attend(rounded, 0.2, with_lse=True)
     want, want_lse = spans.attend(decoded, 0.2, with_lse=True)

@@ -48,7 +48,7 @@ def make(
     seen = seen._replace(bias=bias, far=torch.randn(rows, heads_q, dim).to(kind) if seen.sinks else None)
     if not rounded:
         return Few(q, k, v, seen=seen)
-    k, k_scale, v, v_scale = Int8().codec().encode(k, v)
+    k, k_scale, v, v_scale = Int8().format().encode(k, v)
     return Few(q, k, v, seen=seen, scales=(k_scale, v_scale))
 
 
@@ -62,7 +62,7 @@ def twin(few: Few, softcap: float | None = None, bias: bool = True) -> Tensor:
     rows, n, seen, k, v = few.q.shape[0], few.k.shape[1], few.seen, few.k, few.v
     assert seen is not None and seen.bias is not None
     if few.scales is not None:
-        k, v = Int8().codec().decode([k, few.scales[0], v, few.scales[1]], few.q.dtype)
+        k, v = Int8().format().decode([k, few.scales[0], v, few.scales[1]], few.q.dtype)
     k, v, slots = k.float(), v.float(), torch.arange(n)
     logits = attention.scores(few.q.float(), k, SCALE, softcap)
     if seen.far is not None:

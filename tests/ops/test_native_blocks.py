@@ -93,7 +93,7 @@ def test_blocks_are_read_alike_however_they_are_cut(data: st.DataObject, sets: l
     torch.manual_seed(data.draw(st.integers(0, 99)))
     few = make((4, 2, 64), rows, before + rows, kind)
     if data.draw(st.booleans()):
-        k, k_scale, v, v_scale = Int8().codec().encode(few.k, few.v)
+        k, k_scale, v, v_scale = Int8().format().encode(few.k, few.v)
         few = few._replace(k=k, v=v, scales=(k_scale, v_scale))
     cuts = sorted(data.draw(st.sets(st.integers(0, -(-rows // block)), max_size=4)) | {0, -(-rows // block)})
     with pytest.MonkeyPatch.context() as patch:

@@ -15,9 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from phasewise.kv.blocks import KEYS, SIDES, VALUES, form_of
-from phasewise.kv.buffer import KVShape
-from phasewise.kv.packed import packings
+from phasewise.kv.format import KEYS, SIDES, VALUES, KVShape, form_of, packings
 from phasewise.methods.store._classed import Classed
 from phasewise.ops.attention import attention
 from phasewise.ops.native import spans
@@ -57,7 +55,7 @@ class Kept(NamedTuple):
 
 
 def make(
-    shape: tuple[int, int, int], codec: Classed, rows: int, n: int, seed: int, start: int | None = None,
+    shape: tuple[int, int, int], format: Classed, rows: int, n: int, seed: int, start: int | None = None,
     tree: bool = False, together: int = 3, alike: bool = True,
 ) -> Kept:  # fmt: skip
     """The first blocks that n - rows slots fill, `together` of them sealed at once, then some one by one, and the
@@ -68,31 +66,31 @@ def make(
     q = torch.randn(rows, heads_q + 2 * heads, dim, generator=generator).bfloat16()[:, :heads_q]
     size = 10.0 ** torch.randint(-2, 2, (2, heads, 1, dim), generator=generator)  # of channels
     made = [(torch.randn(heads, n, dim, generator=generator) * size[i] * 0.3).bfloat16() for i in range(2)]
-    blocks = (n - rows) // codec.rows
-    count, one = blocks * codec.rows, KVShape(heads, dim, torch.bfloat16)
+    blocks = (n - rows) // format.rows
+    count, one = blocks * format.rows, KVShape(heads, dim, torch.bfloat16)
     cuts = [0, *range(min(together, blocks), min(together + 8, blocks)), blocks]
-    lying = packings(codec, one)
+    lying = packings(format, one)
     assert lying is not None
     sides, whole, steps, scales, levels = (list[Tensor]() for _ in range(5))
     for side in SIDES:
         raw = made[side]
-        settled = [plane[:, None] for plane in codec.settle(side, raw)]
-        kinds = codec.kinds(side, form_of(codec, one))
+        settled = [plane[:, None] for plane in format.settle(side, raw)]
+        kinds = format.kinds(side, form_of(format, one))
         planes = [torch.full((1, blocks + 1, *tail), 77, dtype=kind) for tail, kind in kinds]
         drawn = torch.Generator().manual_seed(seed if alike else seed + side)
         for a, b in pairwise(cuts):
-            some = raw[:, a * codec.rows : b * codec.rows]
+            some = raw[:, a * format.rows : b * format.rows]
             marks = torch.rand(some.shape[1], generator=drawn)
-            for plane, new in zip(planes, codec.classed(side, some, marks, settled)):
+            for plane, new in zip(planes, format.seal_ranked(side, some, marks, settled)):
                 plane[:, a:b] = new
         there = [p[:, :blocks] for p in planes]
-        opened = codec.open(side, [*there, *settled], KVShape(heads, dim, torch.float64))
+        opened = format.open(side, [*there, *settled], KVShape(heads, dim, torch.float64))
         whole.append(torch.cat((opened, raw[:, count:].double()), 1))
-        sides.append(lying[side].side([*planes, *settled], count, codec.rows))
+        sides.append(lying[side].side([*planes, *settled], count, format.rows))
         scales.append(settled[0].double().view(heads, dim))
-        steps.append(by_slot(codec, there, [p[..., None].double() for p in (there[1], there[4])])[:, 0])
-        data = [unpack(there[at], heads * dim, bits).double() for at, (_, bits) in zip((3, 6), codec.classes)]
-        levels.append(by_slot(codec, there, data).view(count, heads, dim).transpose(0, 1))
+        steps.append(by_slot(format, there, [p[..., None].double() for p in (there[1], there[4])])[:, 0])
+        data = [unpack(there[at], heads * dim, bits).double() for at, (_, bits) in zip((3, 6), format.classes)]
+        levels.append(by_slot(format, there, data).view(count, heads, dim).transpose(0, 1))
     base = count if start is None else start
     sees = ancestors([i // 2 - 1 if i < 2 else (i - 1) // 2 for i in range(rows)]) if tree else None
     k, v = (x[:, base:].contiguous() for x in made)
@@ -100,9 +98,9 @@ def make(
     return Kept(few, *((each[0], each[1]) for each in (whole, steps, scales, levels)))  # type: ignore[arg-type]
 
 
-def by_slot(codec: Classed, planes: list[Tensor], of: list[Tensor]) -> Tensor:
+def by_slot(format: Classed, planes: list[Tensor], of: list[Tensor]) -> Tensor:
     """What either class has [1, blocks, n, x], slot by slot [slots, x]."""
-    chosen = unpack(planes[0], codec.rows, 1).bool().flatten()
+    chosen = unpack(planes[0], format.rows, 1).bool().flatten()
     found = torch.empty(len(chosen), of[0].shape[-1], dtype=torch.float64)
     for mine, each in zip((chosen, ~chosen), of):
         found[mine] = each.flatten(0, 2)
@@ -207,9 +205,9 @@ def test_mates_threads_and_cuts_change_no_bit(
     threads: int, alike: bool,
 ) -> None:  # fmt: skip
     """Any pattern of classes; beside spans of other forms, and of rows as they were made; and rows by themselves."""
-    codec, shape = Classed(*bits, rows, round(upper * rows)), (heads * each, heads, dim)
+    format, shape = Classed(*bits, rows, round(upper * rows)), (heads * each, heads, dim)
     sizes = [(1, 0), (4, 500), (12, 12)]
-    batch = [make(shape, codec, some, n + more, seed + some, together=together, alike=alike) for some, more in sizes]
+    batch = [make(shape, format, some, n + more, seed + some, together=together, alike=alike) for some, more in sizes]
     other = make(shape, FORMS[2], 3, 70, seed + 1)
     bare = Few(other.few.q, other.whole[KEYS].bfloat16(), other.whole[VALUES].bfloat16())
     mates = [make(shape, FORMS[0], 2, 150, seed).few, bare]
@@ -253,8 +251,8 @@ def test_nothing_and_bad_numbers() -> None:
 
 
 def test_other_numbers_are_left_to_the_open_path() -> None:
-    def fits(codec: Classed, dim: int, dtype: torch.dtype = torch.bfloat16) -> bool:
-        return packings(codec, KVShape(2, dim, dtype)) is not None
+    def fits(format: Classed, dim: int, dtype: torch.dtype = torch.bfloat16) -> bool:
+        return packings(format, KVShape(2, dim, dtype)) is not None
 
     assert fits(FORMS[0], 64) and fits(FORMS[4], 32) and not fits(FORMS[0], 48) and not fits(FORMS[0], 512)
     assert not fits(FORMS[0], 64, torch.float32) and not fits(Classed(3, 2, 8, 4), 64)

@@ -50,8 +50,8 @@ class Lying:
 
     def lie(self) -> tuple[Structures[HeadStruct], list[Tensor], list[Tensor]]:
         """Where each lies, rows as they are kept, and what must outlive a call."""
-        n, structs, kept, codec = self.n, list[HeadStruct](), list[Tensor](), Int8().codec()
-        planes = list(codec.encode(self.k, self.v) if self.rounded else (self.k, self.v))
+        n, structs, kept, format = self.n, list[HeadStruct](), list[Tensor](), Int8().format()
+        planes = list(format.encode(self.k, self.v) if self.rounded else (self.k, self.v))
         for h, begin in enumerate(self.begins):
             lie = []
             for plane in planes:
@@ -160,7 +160,7 @@ def test_equals_the_twin(number: int, sets: list[str]) -> None:
 def twin(lying: Lying, kind: torch.dtype, cap: float | None = None) -> Tensor:
     k, v = lying.k, lying.v
     if lying.rounded:
-        k, v = Int8().codec().decode(Int8().codec().encode(k, v), kind)
+        k, v = Int8().format().decode(Int8().format().encode(k, v), kind)
     return attention.reference(lying.q.float(), k.float(), v.float(), lying.mask(), 0.2, cap)[0]
 
 

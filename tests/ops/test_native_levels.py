@@ -24,7 +24,7 @@ from tests import seeds
 from tests.ops.targets import EACH, by_levels, running
 
 SHAPES = [(9, 3, 64), (4, 4, 32), (8, 2, 128), (5, 1, 96), (2, 2, 256), (16, 1, 64), (3, 1, 20)]  # heads_q, heads, dim
-CODEC = Int8().codec()
+CODEC = Int8().format()
 SCALE = 0.2
 
 

@@ -50,9 +50,9 @@ def made(seed: int, shape: tuple[int, int, int], n: int, some: tuple[int, int], 
     k, v = (torch.randn(heads, n, dim, generator=generator).bfloat16() for _ in range(2))
     planes: list[Tensor | None] = [k, None, v, None]
     if int8:
-        codec = Int8().codec()
-        planes = [*codec.encode(k, v)]
-        k, v = codec.decode([each for each in planes if each is not None], torch.bfloat16)
+        format = Int8().format()
+        planes = [*format.encode(k, v)]
+        k, v = format.decode([each for each in planes if each is not None], torch.bfloat16)
     known, (largest, chosen) = (n - 1) * 2 // 3, some
     lines = torch.full((heads, dim, n + 3), float("nan")).bfloat16()
     lines[..., :known] = k[:, :known].mT

@@ -120,16 +120,16 @@ def test_mates_and_threads_change_no_bit(seed: int, n: int, threads: int) -> Non
 @pytest.mark.parametrize("dim", [64, 20])
 def test_int8_rows(dim: int, dtype: torch.dtype, target: str) -> None:
     """Bit for bit what the decoded rows give; or, where no row is decoded, nearer to exact sums over levels."""
-    codec = Int8().codec()
+    format = Int8().format()
     one = made(1, 3, (2, 3, dim), 500, 300, dtype)
-    k, k_scale, v, v_scale = codec.encode(one.k, one.v)
-    as_read = codec.decode((k, k_scale, v, v_scale), dtype)
+    k, k_scale, v, v_scale = format.encode(one.k, one.v)
+    as_read = format.decode((k, k_scale, v, v_scale), dtype)
     [got] = listed.attend([Listed(one.q, k, v, one.slots, (k_scale, v_scale))], 0.3)
     [want] = listed.attend([one._replace(k=as_read[0], v=as_read[1])], 0.3)
     if not by_levels(target, dim, dtype):
         assert torch.equal(got, want)
         return
-    exact = codec.decode((k, k_scale, v, v_scale), torch.float32)
+    exact = format.decode((k, k_scale, v, v_scale), torch.float32)
     [full] = listed.attend([one._replace(q=one.q.float(), k=exact[0], v=exact[1])], 0.3)
     assert (got.float() - full).norm() < (want.float() - full).norm()
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from phasewise.kv.buffer import Codec, KVShape, Ledger, Raw
+from phasewise.kv.buffer import Ledger
+from phasewise.kv.format import KVShape, Raw, RowFormat
 from phasewise.kv.layer_kv import LayerKV
 from phasewise.kv.pages import By, PageKeys
 from phasewise.methods.store.int8 import Int8
@@ -99,12 +100,12 @@ class Held:
 
 
 def held(
-    seed: int, shape: tuple[int, int, int], codec: Codec, n: int, by: By, size: int, chosen: int, dense: int
+    seed: int, shape: tuple[int, int, int], format: RowFormat, n: int, by: By, size: int, chosen: int, dense: int
 ) -> Held:
     heads, _, dim = shape
     generator = torch.Generator().manual_seed(seed)
     kv_shape = KVShape(heads, dim, torch.bfloat16)
-    kvs = [LayerKV(kv_shape, codec, Ledger(1 << 30), n + 1) for _ in range(LAYERS)]
+    kvs = [LayerKV(kv_shape, format, Ledger(1 << 30), n + 1) for _ in range(LAYERS)]
     one = Held(kvs, n, by, size, chosen, dense)
     for kv in kvs:
         k, v = (torch.randn(heads, n, dim, generator=generator).bfloat16() for _ in range(2))
@@ -159,12 +160,12 @@ def twins(requests: Sequence[Held]) -> None:
             keys.fill(kv.read()[0], one.pages)
 
 
-CASES: dict[str, tuple[tuple[int, int, int], Codec]] = {
+CASES: dict[str, tuple[tuple[int, int, int], RowFormat]] = {
     "one head": ((1, 1, 64), Raw()),
     "groups": ((3, 3, 64), Raw()),
     "odd": ((2, 2, 20), Raw()),
-    "wide, int8": ((2, 4, 128), Int8().codec()),
-    "odd, int8": ((2, 3, 20), Int8().codec()),
+    "wide, int8": ((2, 4, 128), Int8().format()),
+    "odd, int8": ((2, 3, 20), Int8().format()),
 }
 
 
@@ -173,12 +174,12 @@ CASES: dict[str, tuple[tuple[int, int, int], Codec]] = {
 def test_a_choice_within_a_step_is_one_between_halves(case: str) -> None:
     """Bit for bit, however many threads; and the vectors that the call adds are the twin's. Requests differ in length,
     size of pages, kind of vector and layers that read everything."""
-    shape, codec = CASES[case]
+    shape, format = CASES[case]
     call = model(*shape)
     requests = [
-        held(1, shape, codec, 700, "bounds", 16, 20, 1), held(2, shape, codec, 331, "means", 5, 30, 0),
-        held(3, shape, codec, 100, "bounds", 1, 40, 2), held(4, shape, codec, 64, "means", 16, 4, 0),
-        held(5, shape, codec, 33, "bounds", 16, 0, 0),
+        held(1, shape, format, 700, "bounds", 16, 20, 1), held(2, shape, format, 331, "means", 5, 30, 0),
+        held(3, shape, format, 100, "bounds", 1, 40, 2), held(4, shape, format, 64, "means", 16, 4, 0),
+        held(5, shape, format, 33, "bounds", 16, 0, 0),
     ]  # fmt: skip
     twins(requests)
     want = in_halves(call, requests)

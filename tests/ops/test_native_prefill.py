@@ -107,15 +107,15 @@ def test_slices_read_what_the_whole_reads(shape: tuple[int, int, int], kind: tor
 def test_rounded_rows_are_read_as_they_are(shape: tuple[int, int, int], kind: torch.dtype) -> None:
     """Bit for bit what the decoded rows give, out of a longer slab with rows of very different sizes."""
     torch.manual_seed(0)
-    codec = Int8().codec()
+    format = Int8().format()
     for rows, n in CASES:
         q, k, v = make(shape, rows, n, kind)
         k, v = (torch.nn.functional.pad(x * torch.rand(*x.shape[:2], 1) ** 4, (0, 0, 0, 9)).to(kind) for x in (k, v))
-        planes = [plane[:, :n] for plane in codec.encode(k, v)]
+        planes = [plane[:, :n] for plane in format.encode(k, v)]
         k_levels, k_scale, v_levels, v_scale = planes
         assert prefill.fits(q, k_levels, v_levels, (k_scale, v_scale))
         got = prefill.causal(q, k_levels, v_levels, 0.2, (k_scale, v_scale))
-        assert torch.equal(got, prefill.causal(q, *codec.decode(planes, kind), 0.2))
+        assert torch.equal(got, prefill.causal(q, *format.decode(planes, kind), 0.2))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -182,9 +182,9 @@ def test_what_a_mask_hides_is_as_if_it_were_not_there(kind: torch.dtype) -> None
     for hole in holes:
         hole[:, 256:] = float("nan")
     assert torch.equal(prefill.masked(q, *holes, mask, 0.2), whole)
-    codec = Int8().codec()
-    planes = list(codec.encode(k, v))
-    decoded = prefill.masked(q, *codec.decode(planes, kind), mask, 0.2)
+    format = Int8().format()
+    planes = list(format.encode(k, v))
+    decoded = prefill.masked(q, *format.decode(planes, kind), mask, 0.2)
     assert torch.equal(prefill.masked(q, planes[0], planes[2], mask, 0.2, (planes[1], planes[3])), decoded)
 
 

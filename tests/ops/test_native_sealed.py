@@ -15,8 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from phasewise.kv.blocks import KEYS, SIDES, VALUES, BlockCut
-from phasewise.kv.buffer import KVShape
+from phasewise.kv.format import KEYS, SIDES, VALUES, BlockCut, KVShape
 from phasewise.methods.store._approximated import Approximated
 from phasewise.ops.attention import attention
 from phasewise.ops.native import spans
@@ -52,7 +51,7 @@ class Form(NamedTuple):
     rank: int = 0
     sparse: float = 0.0
 
-    def codec(self, dim: int) -> Approximated:
+    def format(self, dim: int) -> Approximated:
         cuts = BlockCut(self.rows), BlockCut(self.of, self.tail)
         return Approximated(self.bits, self.group, cuts, rank=self.rank, sparse=self.sparse)
 
@@ -64,10 +63,10 @@ class Form(NamedTuple):
         return min(self.group, dim)
 
     def fits(self, dim: int) -> bool:
-        """Whether a codec packs heads like that, and the kernels read them."""
-        keys, values, codec = self.of_keys, self.of_values(dim), self.codec(dim)
+        """Whether a format packs heads like that, and the kernels read them."""
+        keys, values, format = self.of_keys, self.of_values(dim), self.format(dim)
         whole = self.rows % keys == 0 and dim % values == 0
-        apart = 2 * max(codec.outliers(codec.form(side, dim)[1]) for side in SIDES)
+        apart = 2 * max(format.outliers(format.form(side, dim)[1]) for side in SIDES)
         return whole and all(
             spans.opens(self.bits, group, rows, dim, self.rank, apart)
             for group, rows in ((keys, self.rows), (values, 8))
@@ -84,16 +83,16 @@ class Kept(NamedTuple):
     added: tuple[Tensor, Tensor]
 
 
-def added(codec: Approximated, side: int, planes: list[Tensor], dim: int) -> Tensor:
+def added(format: Approximated, side: int, planes: list[Tensor], dim: int) -> Tensor:
     """Magnitudes of the products of thin matrices, and of numbers apart: float64 [h, blocks * rows, D]."""
     planes = [plane.double().abs() for plane in planes]
     step = planes[-3]
-    lines = torch.zeros(*step.shape[:3], codec.form(side, dim)[1], dtype=torch.float64)
-    if codec.sparse:
+    lines = torch.zeros(*step.shape[:3], format.form(side, dim)[1], dtype=torch.float64)
+    if format.sparse:
         values, places = planes[-5:-3]
         lines.scatter_add_(-1, places.long(), values)
-    rows = codec.rows(side, lines)
-    return rows + (planes[0] @ planes[1].mT).flatten(1, 2) if codec.rank else rows
+    rows = format.rows(side, lines)
+    return rows + (planes[0] @ planes[1].mT).flatten(1, 2) if format.rank else rows
 
 
 def make(
@@ -106,19 +105,19 @@ def make(
     q = torch.randn(rows, heads_q + 2 * heads, dim, generator=generator).bfloat16()[:, :heads_q]
     size = 10.0 ** torch.randint(-2, 2, (2, heads, 1, dim), generator=generator)  # of channels
     made = [(torch.randn(heads, n, dim, generator=generator) * size[i] * 0.3).bfloat16() for i in range(2)]
-    codec, sides, found, more = form.codec(dim), list[Side](), list[Tensor](), list[Tensor]()
+    format, sides, found, more = form.format(dim), list[Side](), list[Tensor](), list[Tensor]()
     each = form.of_keys, form.of_values(dim)
     for side in SIDES:
-        cut = codec.cuts[side]
+        cut = format.cuts[side]
         count, raw = cut.sealed(n - rows), made[side]
         room = cut.rows * (count // cut.rows + 2)
         spare = torch.full((heads, room - count, dim), 7.0)
-        planes = codec.seal(side, torch.cat((raw[:, :count].float(), spare), 1))
+        planes = format.seal(side, torch.cat((raw[:, :count].float(), spare), 1))
         there = [p[:, : count // cut.rows] for p in planes]
-        whole = codec.open(side, there, KVShape(heads, dim, torch.float64))
+        whole = format.open(side, there, KVShape(heads, dim, torch.float64))
         found.append(torch.cat((whole, raw[:, count:].double()), 1))
         more.append(torch.zeros_like(found[side]))
-        more[side][:, :count] = added(codec, side, there, dim)
+        more[side][:, :count] = added(format, side, there, dim)
         step, low, levels = planes[-3:]
         thin, apart = planes[:2] if form.rank else (), planes[-5:-3] if form.sparse else ()
         sides.append(Side(levels, step, low, count, cut.rows, form.bits, each[side], thin, apart))

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phasewise.kv.blocks import KEYS, SIDES, BlockCut
+from phasewise.kv.format import KEYS, SIDES, BlockCut
 from phasewise.methods.store._grouped import Grouped
 from phasewise.ops.native import sealing
 from phasewise.ops.native.sealing import Sealing, Seals
@@ -47,26 +47,26 @@ def test_as_torch_does(
     if dim % min(group, dim):
         return
     generator = torch.Generator().manual_seed(seed)
-    codec = Grouped(bits, group, (BlockCut(2 * group * size), BlockCut(1, 5)))
+    format = Grouped(bits, group, (BlockCut(2 * group * size), BlockCut(1, 5)))
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         for side in SIDES:
-            rows, tasks, want = codec.cuts[side].rows, list[Sealing](), []
+            rows, tasks, want = format.cuts[side].rows, list[Sealing](), []
             for _ in range(layers):
                 x = torch.randn(heads, blocks * rows + 3, dim, generator=generator)
                 x *= 10.0 ** torch.randint(-9, 7, (heads, 1, dim), generator=generator)
                 x[:, :, 3] = x[:, :1, 3]
                 x[:, 1::2, 5] = 0.0
                 own = x.bfloat16()[:, 2 : 2 + blocks * rows]
-                made = codec.seal(side, own)
+                made = format.seal(side, own)
                 planes = [p.new_full((heads, start + blocks + 1, *p.shape[2:]), 9) for p in made]
                 want.append([p.clone() for p in planes])
                 for plane, new in zip(want[-1], made):
                     plane[:, start : start + blocks] = new
                 tasks.append(Sealing(own, planes[2], planes[0], planes[1], start, rows))
             assert all(sealing.fits(task.rows) for task in tasks)
-            seals = Seals(tasks, side == KEYS, bits, codec.form(side, dim)[2])
+            seals = Seals(tasks, side == KEYS, bits, format.form(side, dim)[2])
             for block in range(blocks) if apart else [0]:
                 seals(rows if apart else blocks * rows, block * rows, block)
             for task, planes in zip(tasks, want):
@@ -78,10 +78,10 @@ def test_as_torch_does(
 
 @pytest.mark.usefixtures("target")
 def test_what_is_not_a_number_stays_none() -> None:
-    codec = Grouped(4, 8, (BlockCut(8), BlockCut(1)))
+    format = Grouped(4, 8, (BlockCut(8), BlockCut(1)))
     x = torch.randn(1, 8, 32).bfloat16()
     x[0, 2, 7] = float("nan")
-    planes = codec.seal(KEYS, x)
+    planes = format.seal(KEYS, x)
     task = Sealing(x, *(torch.zeros_like(planes[i]) for i in (2, 0, 1)), 0, 8)
     Seals([task], True, 4, 8)(8)
     for got, plane in ((task.step, planes[0]), (task.low, planes[1])):

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from phasewise import catalog
 from phasewise.engine.assembly import kv_shapes
-from phasewise.kv.buffer import Codec, Ledger, Raw
+from phasewise.kv.buffer import Ledger
 from phasewise.kv.cache import KV
+from phasewise.kv.format import Raw, RowFormat
 from phasewise.kv.store import Store
 from phasewise.methods.store.int8 import Int8
 from phasewise.model.families import FAMILIES as KNOWN
@@ -48,10 +49,10 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
 class Runner:
     """Steps of a few requests over one model, with or without the stack."""
 
-    def __init__(self, model: Model, *, stack: bool = False, codec: Codec | None = None) -> None:
+    def __init__(self, model: Model, *, stack: bool = False, format: RowFormat | None = None) -> None:
         self.model, self.stack = model, model.stack if stack else None
         self.counters = Counters()
-        self.store = Store(kv_shapes(model), codec or Raw(), ledger=Ledger(64 << 20), counters=self.counters)
+        self.store = Store(kv_shapes(model), format or Raw(), ledger=Ledger(64 << 20), counters=self.counters)
         self.held: dict[int, KV] = {}
 
     @torch.inference_mode()
@@ -85,17 +86,17 @@ def far_by_row(got: Tensor, exact: Tensor) -> float:
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "llama-mha-wide-heads", "mistral-sliding"])
 def test_int8_kv(name: str, directories: dict[str, Path]) -> None:
-    """Rows are rounded as the codec rounds them, and read as the open path reads them."""
-    model, codec = Model.load(directories[name], dtype=torch.bfloat16), Int8().codec()
+    """Rows are rounded as the format rounds them, and read as the open path reads them."""
+    model, format = Model.load(directories[name], dtype=torch.bfloat16), Int8().format()
     steps: list[dict[int, list[int]]] = [{0: [5, 6, 7, 8], 1: [3]}, {0: [9], 1: [4, 5]}, {0: [2], 1: [7]}]
-    raw, rounded = Runner(model, stack=True), Runner(model, stack=True, codec=codec)
+    raw, rounded = Runner(model, stack=True), Runner(model, stack=True, format=format)
     raw.step(steps[0])
     rounded.step(steps[0])
     for r in (0, 1):
         layer, wanted = rounded.held[r].layers[0].slabs[0], raw.held[r].layers[0].slabs[0]
-        exact = codec.encode(*(plane[:, : wanted.n] for plane in wanted.buffer.planes))
+        exact = format.encode(*(plane[:, : wanted.n] for plane in wanted.buffer.planes))
         assert all(torch.equal(p[:, : layer.n], e) for p, e in zip(layer.buffer.planes, exact, strict=True))
-    opened = Runner(model, codec=codec)
+    opened = Runner(model, format=format)
     full = Runner(Model.load(directories[name], dtype=torch.float32))
     opened.step(steps[0])
     full.step(steps[0])
@@ -165,18 +166,18 @@ def test_rows_depend_on_nothing_else(name: str, directories: dict[str, Path]) ->
     assert torch.equal(torch.cat([rest[1], rest[0], *rest[2:]]), second)
 
 
-@pytest.mark.parametrize("codec", [Raw(), Int8().codec()], ids=["raw", "int8"])
+@pytest.mark.parametrize("format", [Raw(), Int8().format()], ids=["raw", "int8"])
 @pytest.mark.parametrize(
     "name", ["llama", "llama-mha-wide-heads", "qwen3", "phi3-partial-longrope", "olmo2", "qwen3_moe"]
 )
 def test_slices_of_prompts(
-    name: str, codec: Codec, directories: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    name: str, format: RowFormat, directories: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More rows than attention of few takes, first and later slices, beside decodes and one another: as near to float32
     as the open path is, with KV that later rows read."""
     model = Model.load(directories[name], dtype=torch.bfloat16)
     made = passes(monkeypatch)
-    native_, opened = Runner(model, stack=True, codec=codec), Runner(model, codec=codec)
+    native_, opened = Runner(model, stack=True, format=format), Runner(model, format=format)
     exact = Runner(Model.load(directories[name], dtype=torch.float32))
     long = [3 + i * 7 % 50 for i in range(200)]
     steps: list[dict[int, Sequence[int]]] = [

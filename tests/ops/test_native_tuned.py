@@ -12,8 +12,9 @@ from torch import Tensor
 
 from phasewise import catalog
 from phasewise.engine.assembly import kv_shapes
-from phasewise.kv.buffer import Ledger, Raw
+from phasewise.kv.buffer import Ledger
 from phasewise.kv.cache import KV
+from phasewise.kv.format import Raw
 from phasewise.kv.store import Store
 from phasewise.model.lowrank import Delta, shapes
 from phasewise.model.model import Model

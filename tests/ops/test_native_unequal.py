@@ -13,8 +13,9 @@ from torch import Tensor
 
 from phasewise import catalog
 from phasewise.engine.assembly import kv_shapes
-from phasewise.kv.buffer import Codec, Ledger, Raw
+from phasewise.kv.buffer import Ledger
 from phasewise.kv.cache import KV
+from phasewise.kv.format import Raw, RowFormat
 from phasewise.kv.store import Store
 from phasewise.methods.store.int8 import Int8
 from phasewise.model.model import Model
@@ -30,7 +31,7 @@ from tests.watched import passes
 
 TREE = [-1, 0, 0, 1, 1, 2]
 PLAIN = Phase("decode", None, catalog.build("attend", "dense"), None, None)  # type: ignore[arg-type]
-CODECS: dict[str, Codec] = {"raw": Raw(), "int8": Int8().codec()}
+FORMATS: dict[str, RowFormat] = {"raw": Raw(), "int8": Int8().format()}
 Kept = list[list[list[int]]]  # of each layer and head, the slots that stay
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no native kernels here")
@@ -39,10 +40,10 @@ pytestmark = pytest.mark.skipif(native.library() is None, reason="no native kern
 class Runner:
     """Requests whose rows are given up as a test says; natively or on the open path."""
 
-    def __init__(self, model: Model, codec: Codec, natively: bool) -> None:
+    def __init__(self, model: Model, format: RowFormat, natively: bool) -> None:
         self.model, self.stack = model, model.stack if natively else None
         self.counters = Counters()
-        self.store = Store(kv_shapes(model), codec, ledger=Ledger(64 << 20), counters=self.counters)
+        self.store = Store(kv_shapes(model), format, ledger=Ledger(64 << 20), counters=self.counters)
         self.held: dict[int, KV] = {}
         self.lengths: dict[int, int] = {}
 
@@ -94,14 +95,14 @@ def what_stays(draw: st.DrawFn, length: int, layers: int, heads: int) -> Kept:
 
 @settings(max_examples=5, deadline=None)
 @given(st.data())
-@pytest.mark.parametrize("codec", CODECS)
-def test_as_near_to_float32_as_the_open_path(codec: str, models: tuple[Model, Model], data: st.DataObject) -> None:
+@pytest.mark.parametrize("format", FORMATS)
+def test_as_near_to_float32_as_the_open_path(format: str, models: tuple[Model, Model], data: st.DataObject) -> None:
     """Tokens, several rows and draft trees over whatever stays; and the same rows are counted."""
     half, full = models
     length, shape = data.draw(st.integers(1, 60)), half.config
     kept = data.draw(what_stays(length, shape.layers, shape.kv_heads))
-    runners = [Runner(*which) for which in ((half, CODECS[codec], True), (half, CODECS[codec], False),
-                                            (full, CODECS[codec], False))]  # fmt: skip
+    runners = [Runner(*which) for which in ((half, FORMATS[format], True), (half, FORMATS[format], False),
+                                            (full, FORMATS[format], False))]  # fmt: skip
     for runner in runners:
         runner.step({0: prompt(length), 1: prompt(9)})
         runner.keep(0, kept)
@@ -115,9 +116,9 @@ def test_as_near_to_float32_as_the_open_path(codec: str, models: tuple[Model, Mo
         assert getattr(runners[0].counters, counter) == getattr(runners[1].counters, counter), counter
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("format", FORMATS)
 def test_rows_depend_on_no_mates_and_no_pieces(
-    codec: str, models: tuple[Model, Model], monkeypatch: pytest.MonkeyPatch
+    format: str, models: tuple[Model, Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit, and every step is one native call; heads longer than a part of a plan among them."""
     model = models[0]
@@ -125,7 +126,7 @@ def test_rows_depend_on_no_mates_and_no_pieces(
     lengths = {0: 1200, 1: 70}
     kept = {r: [[list(range(layer + head, n, 1 + (layer * heads + head) % 3)) for head in range(heads)]
                 for layer in range(model.config.layers)] for r, n in lengths.items()}  # fmt: skip
-    together, alone = Runner(model, CODECS[codec], True), Runner(model, CODECS[codec], True)
+    together, alone = Runner(model, FORMATS[format], True), Runner(model, FORMATS[format], True)
     for runner in (together, alone):
         for r, n in lengths.items():
             runner.step({r: prompt(n, r)})
@@ -139,13 +140,13 @@ def test_rows_depend_on_no_mates_and_no_pieces(
         assert torch.equal(torch.cat([step[r] for step in both]), torch.cat([step[r] for step in single[r]]))
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_slices_of_prompts(codec: str, models: tuple[Model, Model], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("format", FORMATS)
+def test_slices_of_prompts(format: str, models: tuple[Model, Model], monkeypatch: pytest.MonkeyPatch) -> None:
     """Near to float32 as the open path is, in one native call; and what a row gives hangs on no cut and no mate."""
     (half, full), made = models, passes(monkeypatch)
     shape, draw = half.config, random.Random(0)
-    runners = [Runner(*which) for which in ((half, CODECS[codec], True), (half, CODECS[codec], False),
-                                            (full, CODECS[codec], False), (half, CODECS[codec], True))]  # fmt: skip
+    runners = [Runner(*which) for which in ((half, FORMATS[format], True), (half, FORMATS[format], False),
+                                            (full, FORMATS[format], False), (half, FORMATS[format], True))]  # fmt: skip
     kept = [[sorted(draw.sample(range(150), draw.choice([1, draw.randint(1, 150), 150])))
              for _ in range(shape.kv_heads)] for _ in range(shape.layers)]  # fmt: skip
     for runner in runners:

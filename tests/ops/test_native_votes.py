@@ -87,14 +87,14 @@ def test_the_rows_of_most_votes(rule: str, heads: int, group: int, dim: int, n: 
     gen = torch.Generator().manual_seed(n)
     q = torch.randn(1, heads * group, dim, generator=gen).bfloat16()
     k = torch.randn(heads, n, dim, generator=gen).bfloat16()
-    codec = Int8().codec()
-    planes = codec.encode(k, k)
+    format = Int8().format()
+    planes = format.encode(k, k)
     ballots, wanted = list[Ballot](), list[tuple[Tensor, Candidates]]()
     for joint in (False, True):
         among = Candidates(3, n - 3 - 5, 1, n // 5, RULES[rule], joint, 3, n - 5, at=3, width=dim)
         for keys, scale in ((k, None), (planes[0], planes[1])):
             ballots.append(Ballot(q, keys, scale, among, among.end, layer(None, 0.3)))
-            stand = k if scale is None else codec.decode(planes, torch.bfloat16)[0]
+            stand = k if scale is None else format.decode(planes, torch.bfloat16)[0]
             wanted.append((votes(q[0], stand, among, 0.3), among))
     assert all(choice.takes(ballot) for ballot in ballots)
     together = choose(ballots)

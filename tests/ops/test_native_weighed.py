@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from phasewise import catalog
-from phasewise.kv.buffer import Codec, Raw
+from phasewise.kv.format import Raw, RowFormat
 from phasewise.methods.evict._noise import gumbel
 from phasewise.methods.store.int8 import Int8
 from phasewise.model.model import Model
@@ -28,7 +28,7 @@ from tests.model.reference import save_random
 from tests.ops.test_native_unequal import Runner, prompt
 from tests.watched import passes
 
-CODECS: dict[str, Codec] = {"raw": Raw(), "int8": Int8().codec()}
+FORMATS: dict[str, RowFormat] = {"raw": Raw(), "int8": Int8().format()}
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no native kernels here")
 
@@ -95,12 +95,12 @@ def gone(model: Model, n: int, heads: int, share: float = 0.4) -> Tensor:
     return drawn
 
 
-@pytest.mark.parametrize(("name", "length", "codec", "together"), [
+@pytest.mark.parametrize(("name", "length", "format", "together"), [
     ("llama", 5, "raw", True), ("gemma2", 130, "raw", False), ("llama", 1100, "int8", False),
     ("gemma2", 1100, "int8", True),
 ])  # fmt: skip
 def test_weights_are_those_of_the_plain_twin(
-    name: str, length: int, codec: str, together: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, length: int, format: str, together: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With caps of scores, several parts of a plan, rounded KV; and what is not seen gets nothing."""
     config = FAMILIES[name]()
@@ -110,7 +110,7 @@ def test_weights_are_those_of_the_plain_twin(
     hidden, made = gone(half, length, 1 if together else half.config.kv_heads), passes(monkeypatch)
     found = []
     for model, natively in ((half, True), (half, False), (full, False)):
-        runner = Watched(model, CODECS[codec], natively)
+        runner = Watched(model, FORMATS[format], natively)
         runner.step({0: prompt(length)})
         runner.evict = Watches(model, hidden, natively)
         made.clear()
@@ -145,7 +145,7 @@ def test_doubted_weights_are_those_of_the_plain_twin(
     slots = slots.expand(-1, kv_heads, -1)
     hidden = gone(half, length if stay == "all" else 110, kv_heads)
     for model, natively, doubted in ((half, True, True), (half, False, True), (full, False, True), (half, True, False)):
-        runner = Watched(model, CODECS["raw"], natively)
+        runner = Watched(model, FORMATS["raw"], natively)
         runner.step({0: prompt(length)})
         if stay != "all":
             runner.keep(0, slots.tolist())
@@ -164,10 +164,10 @@ def test_doubted_weights_are_those_of_the_plain_twin(
         assert not one[:, :, : hidden.shape[2]][hidden].any()
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_rows_and_weights_depend_on_no_mates(codec: str) -> None:
+@pytest.mark.parametrize("format", FORMATS)
+def test_rows_and_weights_depend_on_no_mates(format: str) -> None:
     model = Model.load(tiny.checkpoint(hidden=64), dtype=torch.bfloat16)
-    runners = [Watched(model, CODECS[codec], True) for _ in range(3)]
+    runners = [Watched(model, FORMATS[format], True) for _ in range(3)]
     for runner in runners:
         runner.step({0: prompt(90), 1: prompt(40, 1)})
     hidden, results = gone(model, 90, model.config.kv_heads), []
@@ -233,12 +233,12 @@ class Unequal(Evict):
         return found * self.doubt.inverse
 
 
-@pytest.mark.parametrize(("length", "by", "codec", "doubt"), [
+@pytest.mark.parametrize(("length", "by", "format", "doubt"), [
     (90, "head", "raw", "both"), (90, "layer", "int8", None), (1300, "head", "int8", "tempered"),
     (1300, "layer", "raw", "both"),
 ])  # fmt: skip
 def test_over_heads_that_hold_unequally_many_rows(
-    length: int, by: str, codec: str, doubt: str | None, monkeypatch: pytest.MonkeyPatch
+    length: int, by: str, format: str, doubt: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rows, and the weights of those that there are; a head may hold none, or all, and heads may keep the same."""
     directory = tiny.checkpoint(hidden=64)
@@ -254,7 +254,7 @@ def test_over_heads_that_hold_unequally_many_rows(
               for layer in slots]  # fmt: skip
     how = None if doubt is None else DOUBTS[doubt]
     for model, natively in ((half, True), (half, False), (full, False)):
-        runner = Watched(model, CODECS[codec], natively)
+        runner = Watched(model, FORMATS[format], natively)
         runner.step({0: prompt(length)})
         runner.keep(0, slots)
         runner.evict = Unequal(model, hidden, natively, how)

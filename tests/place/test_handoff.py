@@ -35,7 +35,7 @@ def sent(request: Request, name: str) -> tuple[dict, list[torch.Tensor]]:
 
 
 def another_store(engine: tiny.Placed) -> Store:
-    store = Store(kv_shapes(engine.model), engine.store.codec, ledger=Ledger(1 << 30), counters=Counters())
+    store = Store(kv_shapes(engine.model), engine.store.format, ledger=Ledger(1 << 30), counters=Counters())
     store.wide = engine.store.wide
     return store
 

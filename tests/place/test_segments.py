@@ -38,7 +38,7 @@ def computed(schedule: str = "prefill_first", steps: int = 1, **verbs: str) -> t
 
 def landing(engine: Engine, tokens: int = ROWS + 1) -> Landing:
     return Landing(
-        Store(kv_shapes(engine.model), engine.store.codec, ledger=Ledger(1 << 30), counters=Counters()), tokens
+        Store(kv_shapes(engine.model), engine.store.format, ledger=Ledger(1 << 30), counters=Counters()), tokens
     )
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from phasewise.engine.engine import Engine
 from phasewise.errors import UserError
 from phasewise.kv.beside import Wants
-from phasewise.kv.buffer import Raw, entry_bytes
 from phasewise.kv.cache import KV
+from phasewise.kv.format import Raw, entry_bytes
 from phasewise.kv.layer_kv import LayerKV
 from phasewise.methods.skip.lazyllm import NAME, Lazy, LazyLLM, going
 from phasewise.methods.store.int8 import Int8
@@ -358,10 +358,10 @@ def test_it_goes_with(more: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_eight_bits_hold_the_rows_that_came_back() -> None:
     model, text = tiny.model(), tiny.prompts(70)[0]
-    one = over(model, text[:60], codec=Int8().codec())
+    one = over(model, text[:60], format=Int8().format())
     for tokens in [text[:60], *([token] for token in text[60:])]:
         one.feed(tokens)
-    each = entry_bytes(one.kv.layers[0].codec, one.kv.layers[0].shape) * 2
+    each = entry_bytes(one.kv.layers[0].format, one.kv.layers[0].shape) * 2
     assert one.kv.live_bytes == one.counters.row_layers * each
 
 

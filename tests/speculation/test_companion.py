@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from phasewise.engine.assembly import kv_shapes
-from phasewise.kv.buffer import Ledger, Raw
+from phasewise.kv.buffer import Ledger
+from phasewise.kv.format import Raw
 from phasewise.kv.store import Store
 from phasewise.request.counters import Counters
 from phasewise.request.request import Request

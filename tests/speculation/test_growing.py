@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.engine.assembly import kv_shapes
-from phasewise.kv.buffer import Ledger, Raw
+from phasewise.kv.buffer import Ledger
+from phasewise.kv.format import Raw
 from phasewise.kv.store import Store
 from phasewise.model.model import Model
 from phasewise.request.counters import Counters

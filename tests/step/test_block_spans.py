@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from phasewise.engine.assembly import kv_shapes
-from phasewise.kv.buffer import Codec, Ledger, Raw
+from phasewise.kv.buffer import Ledger
+from phasewise.kv.format import Raw, RowFormat
 from phasewise.kv.store import Store
 from phasewise.methods.attend.dense import Dense
 from phasewise.methods.store.int8 import Int8
@@ -49,9 +50,9 @@ def tree(rows: int, width: int = 3) -> list[int]:
 class Runner:
     """A step of a few requests, each begun by `before` rows."""
 
-    def __init__(self, model: Model, codec: Codec | None = None, before: int = 7) -> None:
+    def __init__(self, model: Model, format: RowFormat | None = None, before: int = 7) -> None:
         self.model, self.counters = model, Counters()
-        self.store = Store(kv_shapes(model), codec or Raw(), ledger=Ledger(64 << 20), counters=self.counters)
+        self.store = Store(kv_shapes(model), format or Raw(), ledger=Ledger(64 << 20), counters=self.counters)
         self.before = before
 
     @torch.inference_mode()
@@ -88,27 +89,27 @@ def far(got: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     return float((ours - theirs).norm() / theirs.norm())
 
 
-@pytest.mark.parametrize(("before", "codec"), [(1, Int8().codec()), (70, Raw())], ids=["int8", "raw"])
+@pytest.mark.parametrize(("before", "format"), [(1, Int8().format()), (70, Raw())], ids=["int8", "raw"])
 def test_a_step_of_all_kinds_is_one_call(
-    before: int, codec: Codec, model: Model, monkeypatch: pytest.MonkeyPatch
+    before: int, format: RowFormat, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As near to float32 as the open path is; each span's rows bit for bit those that it has alone; cut into smaller
     calls, still the same; and the counters of the open path."""
-    runner, made = Runner(model, codec, before), passes(monkeypatch)
+    runner, made = Runner(model, format, before), passes(monkeypatch)
     got = runner.step(GIVEN)
     assert all(each.whole for each in made) and made[-1].rows == sum(len(rows.tokens) for rows in GIVEN)
     for r, rows in enumerate(GIVEN):
-        assert torch.equal(Runner(model, codec, before).step([rows], r)[0], got[r]), rows
+        assert torch.equal(Runner(model, format, before).step([rows], r)[0], got[r]), rows
     for most in (65, 100, 256):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(fused, "MOST", most)
             made.clear()
-            again = Runner(model, codec, before).step(GIVEN)
+            again = Runner(model, format, before).step(GIVEN)
         assert all(torch.equal(a, b) for a, b in zip(again, got)) and len(made) > len(GIVEN) + 1, "nothing was cut"
-    full = Runner(Model.load(tiny.checkpoint(hidden=64), dtype=torch.float32), codec, before).step(GIVEN)
+    full = Runner(Model.load(tiny.checkpoint(hidden=64), dtype=torch.float32), format, before).step(GIVEN)
     kept, model.stack = model.stack, None
     try:
-        opened = Runner(model, codec, before)
+        opened = Runner(model, format, before)
         plain = opened.step(GIVEN)
     finally:
         model.stack = kept

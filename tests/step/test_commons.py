@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from phasewise.kv.buffer import Codec, KVShape, Ledger, Raw
+from phasewise.kv.buffer import Ledger
+from phasewise.kv.format import KVShape, Raw, RowFormat
 from phasewise.kv.layer_kv import LayerKV
 from phasewise.methods.store.int8 import Int8
 from phasewise.model.config import AttentionSpec
@@ -34,11 +35,14 @@ FRESH = (1, 4, 1, 6)
 
 
 def reads_of(
-    commons: Sequence[Common], softcap: float | None, codec: Codec | None = None, dtype: torch.dtype = torch.float32
+    commons: Sequence[Common],
+    softcap: float | None,
+    format: RowFormat | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> list[Read]:
     """Reads of four spans, the last one a tree, at a layer of 6 query heads and 2 KV heads."""
     gen = torch.Generator().manual_seed(1)
-    shape, codec, counters = KVShape(2, 16, dtype), codec or Raw(), Counters()
+    shape, format, counters = KVShape(2, 16, dtype), format or Raw(), Counters()
     config = SimpleNamespace(attention=[AttentionSpec(window=None, scale=0.25, softcap=softcap)])
     step: Any = SimpleNamespace(model=SimpleNamespace(config=config), counters=counters, masks={}, notes={})
     long = max(reaches(commons, 4)) + max(OWN)
@@ -48,7 +52,7 @@ def reads_of(
             rows[m][:, :, common.start : common.stop] = rows[common.members[0]][:, :, common.start : common.stop]
     reads = []
     for reach, own, fresh, (k, v) in zip(reaches(commons, 4), OWN, FRESH, rows):
-        n, layer = reach + own, LayerKV(shape, codec, Ledger(1 << 40), long + 8)
+        n, layer = reach + own, LayerKV(shape, format, Ledger(1 << 40), long + 8)
         if n:
             layer.append(k[:, :n], v[:, :n], range(n))
             layer.commit(n)
@@ -110,25 +114,25 @@ class Counting:
     """int8 rows, which native kernels know or do not know, and how many of them were decoded."""
 
     def __init__(self, known: bool) -> None:
-        self.codec, self.rows, self.known = Int8().codec(), 0, known
+        self.format, self.rows, self.known = Int8().format(), 0, known
 
     def __getattr__(self, name: str) -> Any:
-        return False if name == "scaled" and not self.known else getattr(self.codec, name)
+        return False if name == "scaled" and not self.known else getattr(self.format, name)
 
     def decode(self, planes: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         self.rows += planes[0].shape[1]
-        return self.codec.decode(planes, dtype)
+        return self.format.decode(planes, dtype)
 
 
 @pytest.mark.skipif(native.library() is None, reason="no native kernels here")
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("levels", ["two", "three"])
 def test_common_rows_are_decoded_once_or_read_as_they_are(levels: str, known: bool) -> None:
-    codec: Any = Counting(known)
-    reads = reads_of(LEVELS[levels], None, codec)
-    codec.rows = 0
+    format: Any = Counting(known)
+    reads = reads_of(LEVELS[levels], None, format)
+    format.rows = 0
     results = attend_all(reads, LEVELS[levels])
     once = sum(read.part.size[1] for read in reads) - sum(c.saved for c in LEVELS[levels])
-    assert codec.rows == (0 if known else once)
+    assert format.rows == (0 if known else once)
     for got, read in zip(results, reads):
         torch.testing.assert_close(got.double(), exact(read), atol=2e-6, rtol=1e-5)

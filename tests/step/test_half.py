@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from phasewise.engine.assembly import kv_shapes
-from phasewise.kv.buffer import Codec, Ledger, Raw
+from phasewise.kv.buffer import Ledger
 from phasewise.kv.cache import KV
+from phasewise.kv.format import Raw, RowFormat
 from phasewise.kv.store import Store
 from phasewise.methods.attend.dense import Dense
 from phasewise.methods.store.int8 import Int8
@@ -88,9 +89,9 @@ def phase(attend: Any = None, evict: Any = None) -> Phase:
 
 
 class Runner:
-    def __init__(self, model: Model, codec: Codec | None = None) -> None:
+    def __init__(self, model: Model, format: RowFormat | None = None) -> None:
         self.model, self.counters = model, Counters()
-        self.store = Store(kv_shapes(model), codec or Raw(), ledger=Ledger(64 << 20), counters=self.counters)
+        self.store = Store(kv_shapes(model), format or Raw(), ledger=Ledger(64 << 20), counters=self.counters)
         self.held: dict[int, KV] = {}
 
     @torch.inference_mode()
@@ -124,15 +125,15 @@ def model() -> Model:
     return Model.load(tiny.checkpoint(hidden=64), dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize(("make", "who", "codec"), [
-    (lambda: phase(Reads()), (0, 1, 2, 9), Int8().codec()), (lambda: phase(Declines()), (0,), Raw()),
+@pytest.mark.parametrize(("make", "who", "format"), [
+    (lambda: phase(Reads()), (0, 1, 2, 9), Int8().format()), (lambda: phase(Declines()), (0,), Raw()),
     (lambda: phase(Sometimes()), (1, 2), Raw()), (lambda: phase(evict=Observes()), (0, 1, 2, 9), Raw()),
 ], ids=["reads", "declines", "sometimes", "observes"])  # fmt: skip
 def test_halves_are_the_whole_step(
-    make: Any, who: tuple[int, ...], codec: Codec, model: Model, monkeypatch: pytest.MonkeyPatch
+    make: Any, who: tuple[int, ...], format: RowFormat, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit, whoever looks and whatever of it is given back; the KV and the counters too."""
-    whole, halved, looks = Runner(model, codec), Runner(model, codec), make()
+    whole, halved, looks = Runner(model, format), Runner(model, format), make()
     made = passes(monkeypatch)
     for rows in STEPS:
         assert torch.equal(halved.step(rows, dict.fromkeys(who, looks)).x, whole.step(rows, {}).x)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from phasewise import catalog
-from phasewise.kv.buffer import Codec, Raw
+from phasewise.kv.format import Raw, RowFormat
 from phasewise.methods.store.int8 import Int8
 from phasewise.model.model import Model
 from phasewise.ops import native
@@ -62,12 +62,12 @@ def model() -> Model:
     return Model.load(tiny.checkpoint(hidden=64), dtype=torch.bfloat16)
 
 
-def begun(kind: int, codec: Codec) -> Walk:
+def begun(kind: int, format: RowFormat) -> Walk:
     """A request of this kind, whose prompts meet its methods as in an engine."""
     host = Host(model(), None, Counters(), None, None)  # type: ignore[arg-type]
     built = {verb: catalog.build(verb, text) for verb, text in KINDS[kind].items()}
     bound: dict[str, Any] = {verb: each.bind(host) if hasattr(each, "bind") else each for verb, each in built.items()}
-    one = Walk(model(), prompt(kind), codec=codec, **bound)
+    one = Walk(model(), prompt(kind), format=format, **bound)
     if "attend" not in built or built["attend"].traits.acts("prefill"):
         one.plain = one.phase
     return one
@@ -97,9 +97,9 @@ def turns(kind: int, steps: int) -> list[Turn | None]:
 
 
 @torch.inference_mode()
-def run(kinds: Sequence[int], codec: Codec, steps: int) -> dict[int, list[Tensor]]:
+def run(kinds: Sequence[int], format: RowFormat, steps: int) -> dict[int, list[Tensor]]:
     """The rows that each request gets in its steps, all requests of a step going through one forward."""
-    walks = {kind: begun(kind, codec) for kind in kinds}
+    walks = {kind: begun(kind, format) for kind in kinds}
     plans = {kind: turns(kind, steps) for kind in kinds}
     found: dict[int, list[Tensor]] = {kind: [] for kind in kinds}
     for step in range(steps):
@@ -114,16 +114,16 @@ def run(kinds: Sequence[int], codec: Codec, steps: int) -> dict[int, list[Tensor
     return found
 
 
-@pytest.mark.parametrize(("codec", "threads"), [(Raw, 3), (lambda: Int8().codec(), 1)], ids=["raw", "int8"])
-def test_no_row_changes_by_a_bit(codec: Callable[[], Codec], threads: int) -> None:
+@pytest.mark.parametrize(("format", "threads"), [(Raw, 3), (lambda: Int8().format(), 1)], ids=["raw", "int8"])
+def test_no_row_changes_by_a_bit(format: Callable[[], RowFormat], threads: int) -> None:
     kinds, before = range(len(KINDS)), torch.get_num_threads()
-    alone_too = kinds if codec is Raw else seeds.some(kinds, 10, "alone over int8")
+    alone_too = kinds if format is Raw else seeds.some(kinds, 10, "alone over int8")
     try:
         torch.set_num_threads(threads)
-        together = run(kinds, codec(), steps=STEPS)
+        together = run(kinds, format(), steps=STEPS)
     finally:
         torch.set_num_threads(before)
     for kind in alone_too:
-        alone = run([kind], codec(), steps=STEPS)[kind]
+        alone = run([kind], format(), steps=STEPS)[kind]
         same = [torch.equal(a, b) for a, b in zip(alone, together[kind], strict=True)]
         assert all(same), f"{KINDS[kind]} in step {same.index(False)} of its own"

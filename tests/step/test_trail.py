@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phasewise.kv.buffer import Codec, Raw
+from phasewise.kv.format import Raw, RowFormat
 from phasewise.methods.store.int8 import Int8
 from phasewise.model.model import Model
 from phasewise.ops import attention as ops
@@ -169,8 +169,8 @@ def test_rows_may_end_before_the_last_block(rows: int, block: int, ids: list[int
 
 
 @pytest.mark.skipif(native.library() is None, reason="torch's own kernels give no log-sum-exp with their attention")
-@pytest.mark.parametrize("codec", [Raw(), Int8().codec()], ids=["raw", "int8"])
-def test_many_rows_attention_comes_with_their_log_sum_exp(codec: Codec) -> None:
+@pytest.mark.parametrize("format", [Raw(), Int8().format()], ids=["raw", "int8"])
+def test_many_rows_attention_comes_with_their_log_sum_exp(format: RowFormat) -> None:
     """The look at it leaves the read's answer, by which the next rows do not change; and that answer is what counts."""
     tokens, found = tiny.prompts(150)[0], list[Tensor]()
     half = Model.load(tiny.checkpoint(hidden=64), dtype=torch.bfloat16)
@@ -195,7 +195,7 @@ def test_many_rows_attention_comes_with_their_log_sum_exp(codec: Codec) -> None:
             read.answer.zero_()
 
     looked, plain, spoiled = (
-        Walk(half, tokens, evict=evict, codec=codec) for evict in (Watching(look), None, Watching(spoil))
+        Walk(half, tokens, evict=evict, format=format) for evict in (Watching(look), None, Watching(spoil))
     )
     for piece in (tokens[:100], tokens[100:120], tokens[120:]):
         wanted = plain.feed(piece)

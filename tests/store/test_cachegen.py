@@ -183,7 +183,7 @@ def test_what_matters_travels_with_the_rows() -> None:
     twin = taken(other, (header, tensors))
     while twin.n_out < 4:
         other.step()
-    assert twin.kv is not None and all(layer.sealed is not None and layer.sealed.active for layer in twin.kv.layers)
+    assert twin.kv is not None and all(layer.blocks is not None and layer.blocks.active for layer in twin.kv.layers)
     with pytest.raises(UserError, match="store cachegen:rest=zipcache also fills evict: leave out --evict snapkv"):
         run({"store": store, "evict": "snapkv:keep=0.5"})
 

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phasewise.errors import UserError
-from phasewise.kv.blocks import KEYS, SIDES, VALUES, BlockCut, block_bytes
-from phasewise.kv.buffer import KVShape, Raw
+from phasewise.kv.format import KEYS, SIDES, VALUES, BlockCut, KVShape, Raw, block_bytes
 from phasewise.methods.store._approximated import Approximated, approximation
 from phasewise.methods.store._grouped import Grouped
 from phasewise.methods.store.gear import Gear
@@ -19,7 +18,7 @@ from tests.kv.sealing import through
 DIM, BLOCK = 64, 64
 
 
-def codec(bits: int = 2, rank: int = 4, sparse: float = 0.02, group: int = 64) -> Approximated:
+def format(bits: int = 2, rank: int = 4, sparse: float = 0.02, group: int = 64) -> Approximated:
     return Approximated(bits, group, (BlockCut(BLOCK), BlockCut(BLOCK)), rank=rank, sparse=sparse)
 
 
@@ -44,9 +43,9 @@ def error(of: Grouped, side: int, x: torch.Tensor) -> float:
 def test_every_part_brings_a_block_nearer(bits: int, seed: int, side: int) -> None:
     x = rows(seed)
     plain = Grouped(bits, 64, (BlockCut(BLOCK), BlockCut(BLOCK)))
-    bare, product, apart = error(plain, side, x), error(codec(bits, sparse=0), side, x), error(codec(bits), side, x)
+    bare, product, apart = error(plain, side, x), error(format(bits, sparse=0), side, x), error(format(bits), side, x)
     assert bare > product > apart
-    assert error(codec(bits, rank=0, sparse=0), side, x) == bare, "nothing is added to nothing"
+    assert error(format(bits, rank=0, sparse=0), side, x) == bare, "nothing is added to nothing"
 
 
 @settings(max_examples=10, deadline=None)
@@ -57,7 +56,7 @@ def test_the_product_is_next_to_the_best_of_its_rank(seed: int, side: int, rank:
     left, right = approximation(missed, rank)
     best = float(torch.linalg.svdvals(missed)[rank:].norm())
     assert best * (1 - 1e-5) <= float((missed - left @ right.T).norm()) <= 1.1 * best
-    assert error(codec(rank=rank, sparse=0), side, x) <= 1.11 * best, "in 16 bits"
+    assert error(format(rank=rank, sparse=0), side, x) <= 1.11 * best, "in 16 bits"
 
 
 @pytest.mark.parametrize("side", SIDES)
@@ -65,15 +64,15 @@ def test_the_product_is_next_to_the_best_of_its_rank(seed: int, side: int, rank:
 def test_full_rank_is_exact(side: int, sparse: float) -> None:
     """To what 16 bits leave of what rounding missed."""
     x = rows(3)
-    bare = error(codec(rank=0, sparse=sparse), side, x)
-    assert error(codec(rank=DIM, sparse=sparse), side, x) < 2e-3 * bare + 2.0**-11 * float(x.norm())
+    bare = error(format(rank=0, sparse=sparse), side, x)
+    assert error(format(rank=DIM, sparse=sparse), side, x) < 2e-3 * bare + 2.0**-11 * float(x.norm())
 
 
 @pytest.mark.parametrize(("bits", "side"), zip([2, 3, 4, 8], SIDES * 2))
 def test_full_rank_in_float32_is_exact_whatever_the_bits(bits: int, side: int) -> None:
     """Without the rounding of the factors to 16 bits, which is all that is missing."""
     x = rows(4)
-    rounded = through(codec(bits, rank=0, sparse=0))(side, x)
+    rounded = through(format(bits, rank=0, sparse=0))(side, x)
     left, right = approximation(x - rounded, DIM)
     whole, short = (float((rounded + left[:, :r] @ right[:, :r].T - x).norm()) for r in (DIM, DIM - 1))
     assert left.dtype == torch.float32 and whole < 1e-6 * float(x.norm()) < short
@@ -84,8 +83,8 @@ def test_outliers_are_kept_apart_exactly_and_the_rest_has_finer_levels() -> None
     x[::, 7] = 1.5  # a line whose numbers are all alike
     x[9, 20], x[30, 20] = 50.0, -50.0
     for side in SIDES:
-        assert error(codec(4, rank=0), side, x) < 0.5 * error(codec(4, rank=0, sparse=0), side, x)
-    got = through(codec(4, rank=0))(KEYS, x)
+        assert error(format(4, rank=0), side, x) < 0.5 * error(format(4, rank=0, sparse=0), side, x)
+    got = through(format(4, rank=0))(KEYS, x)
     assert bool((got[:, 7] == 1.5).all())
     half_a_step = float(x[:, 20].abs().sort().values[-3]) * 2 / 15 / 2
     assert float((got[[9, 30], 20] - x[[9, 30], 20]).abs().max()) <= half_a_step + 0.05
@@ -94,7 +93,7 @@ def test_outliers_are_kept_apart_exactly_and_the_rest_has_finer_levels() -> None
 @pytest.mark.parametrize(("bits", "rank", "sparse"), [(2, 4, 0.0625), (4, 0, 0.0625), (4, 4, 0.0)])
 def test_bytes_count_parameters_products_and_indices(bits: int, rank: int, sparse: float) -> None:
     """A share s of outliers takes 32 s bits a number, the product 16 r (n + D) bits a block."""
-    shape, of = KVShape(2, DIM, torch.bfloat16), codec(bits, rank, sparse, group=32)
+    shape, of = KVShape(2, DIM, torch.bfloat16), format(bits, rank, sparse, group=32)
     for side in SIDES:
         planes = of.seal(side, torch.randn(2, 3 * BLOCK, DIM))
         kinds = of.kinds(side, shape)
@@ -131,7 +130,7 @@ def test_a_blocks_form_depends_on_that_block_alone(seed: int, sizes: list[int], 
 
 
 def test_sixteen_bits_are_as_is() -> None:
-    assert type(Gear(bits=16).codec()) is Raw
+    assert type(Gear(bits=16).format()) is Raw
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""store.int8: off by half a scale at most, half the bytes or less, and a codec like any other."""
+"""store.int8: off by half a scale at most, half the bytes or less, and a format like any other."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phasewise.engine.engine import Engine
-from phasewise.kv.buffer import KVShape, Raw, entry_bytes
+from phasewise.kv.format import KVShape, Raw, entry_bytes
 from phasewise.methods.store.int8 import Int8
 from phasewise.ops import native
 from tests import oracle, tiny
 from tests.kv.harness import Walk, cuts
 
-CODEC = Int8().codec()
+CODEC = Int8().format()
 DECODE = type(CODEC).decode
 
 
@@ -61,13 +61,13 @@ def test_the_tag_says_what_the_rows_are() -> None:
     """Law 10: quantised rows say so, wherever they go, and never meet exact ones."""
     engine = tiny.engine({"store": "int8"})
     assert isinstance(engine, Engine)
-    assert engine.store.codec.exactness == "quantised" and Int8(bits=16).codec().exactness == "true"
+    assert engine.store.format.exactness == "quantised" and Int8(bits=16).format().exactness == "true"
     request = tiny.Request(tiny.prompts(70)[0], tiny.greedy(4))
     engine.add(request)
     while request.prefilling:
         engine.step()
     assert request.kv is not None
-    assert all(layer.codec.exactness == "quantised" for layer in request.kv.layers)
+    assert all(layer.format.exactness == "quantised" for layer in request.kv.layers)
     assert {plane.dtype for piece in request.kv.dump() for plane in piece["planes"]} == {torch.int8, torch.bfloat16}
     plain = tiny.engine()
     assert isinstance(plain, Engine) and plain.store.tree is not None and engine.store.tree is not None
@@ -83,7 +83,7 @@ def test_sixteen_bits_are_as_is() -> None:
 def test_logits_stay_near() -> None:
     """Eight bits move the logits a little, and not at all in the first token's attention to itself alone."""
     tokens = tiny.prompts(100)[0]
-    one = Walk(tiny.model(), tokens, codec=CODEC)
+    one = Walk(tiny.model(), tokens, format=CODEC)
     got, want = one.feed(tokens), oracle.logits(tiny.checkpoint(), tokens)
     error = (got - want).norm(dim=-1) / want.norm(dim=-1)
     assert 1e-5 < float(error.mean()) < 0.1
@@ -95,20 +95,20 @@ def test_prompts_are_read_without_decoding_them(monkeypatch: pytest.MonkeyPatch)
     """By the open path, too, and bit for bit what decoding them first gives."""
     tokens, calls = tiny.prompts(100)[0], []
     monkeypatch.setattr(type(CODEC), "decode", lambda *args: calls.append(0) or DECODE(*args))
-    got = [Walk(tiny.model(), tokens, codec=CODEC).feed(tokens)]
+    got = [Walk(tiny.model(), tokens, format=CODEC).feed(tokens)]
     assert not calls
     monkeypatch.setattr(type(CODEC), "scaled", False)
-    got.append(Walk(tiny.model(), tokens, codec=CODEC).feed(tokens))
+    got.append(Walk(tiny.model(), tokens, format=CODEC).feed(tokens))
     assert calls and torch.equal(*got)
 
 
 def test_chunks_change_next_to_nothing() -> None:
     """A number at the edge of a level may fall to the other side, no more: a row reads itself in 8 bits, too."""
     tokens = tiny.prompts(150)[0]
-    whole = Walk(tiny.model(), tokens, codec=CODEC)
+    whole = Walk(tiny.model(), tokens, format=CODEC)
     logits, planes = whole.feed(tokens), whole.kv.dump()[0]["planes"]
     for sizes in ([1], [3], [7], [64, 5]):
-        one = Walk(tiny.model(), tokens, codec=CODEC)
+        one = Walk(tiny.model(), tokens, format=CODEC)
         got = torch.cat([one.feed(piece) for piece in cuts(tokens, sizes)])
         moved = (got - logits).abs()
         assert float(moved.max()) < 0.2 and float(moved.median()) < 0.01  # of logits that spread by 6
@@ -119,7 +119,7 @@ def test_chunks_change_next_to_nothing() -> None:
 def test_forks_hand_offs_and_evictions_carry_the_planes_as_they_are() -> None:
     """Nothing is ever quantised twice: what was written once is moved bit for bit."""
     tokens = tiny.prompts(90)[0]
-    one = Walk(tiny.model(), tokens[:60], codec=CODEC)
+    one = Walk(tiny.model(), tokens[:60], format=CODEC)
     one.feed(tokens[:60])
     first = one.kv.dump()
     twin = one.fork()
@@ -131,7 +131,7 @@ def test_forks_hand_offs_and_evictions_carry_the_planes_as_they_are() -> None:
         assert torch.equal(before[:, :60], plane)
         assert torch.equal(after, before[:, index])
     dumped = twin.kv.dump()
-    other = Walk(tiny.model(), tokens, codec=CODEC)
+    other = Walk(tiny.model(), tokens, format=CODEC)
     other.kv.load(dumped)
     for a, b in zip(dumped, other.kv.dump()):
         assert all(torch.equal(x, y) for x, y in zip(a["planes"], b["planes"]))

@@ -7,8 +7,7 @@ import torch
 
 from phasewise.engine.engine import Engine
 from phasewise.errors import UserError
-from phasewise.kv.blocks import KEYS, VALUES, BlockCut, block_bytes
-from phasewise.kv.buffer import KVShape, Raw
+from phasewise.kv.format import KEYS, VALUES, BlockCut, KVShape, Raw, block_bytes
 from phasewise.methods.store._grouped import Grouped
 from phasewise.methods.store.kivi import Kivi
 from phasewise.model.model import Model
@@ -31,9 +30,9 @@ def outlying(rows: int = 128, dim: int = 64) -> torch.Tensor:
     return x
 
 
-def error(codec: Grouped, side: int, x: torch.Tensor) -> float:
+def error(format: Grouped, side: int, x: torch.Tensor) -> float:
     shape = KVShape(1, x.shape[1], x.dtype)
-    return float((codec.open(side, codec.seal(side, x[None]), shape)[0] - x).norm())
+    return float((format.open(side, format.seal(side, x[None]), shape)[0] - x).norm())
 
 
 def test_keys_by_token_are_several_times_worse() -> None:
@@ -46,25 +45,25 @@ def test_keys_by_token_are_several_times_worse() -> None:
 
 @pytest.mark.parametrize("bits", [2, 4])
 def test_blocks_are_rounded_number_by_number_as_the_paper_says(bits: int) -> None:
-    codec, slow = grouped(bits, 4, 8), by_hand(bits, 4)
+    format, slow = grouped(bits, 4, 8), by_hand(bits, 4)
     x = torch.randn(8, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    assert torch.allclose(through(codec)(KEYS, x), slow(KEYS, x), atol=1e-12)
+    assert torch.allclose(through(format)(KEYS, x), slow(KEYS, x), atol=1e-12)
     for row in x:
-        assert torch.allclose(through(codec)(VALUES, row[None]), slow(VALUES, row[None]), atol=1e-12)
+        assert torch.allclose(through(format)(VALUES, row[None]), slow(VALUES, row[None]), atol=1e-12)
 
 
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("group", [8, 32])
 def test_bits_per_number(bits: int, group: int) -> None:
     shape, residual = KVShape(2, 64, torch.bfloat16), 4 * group
-    codec = Kivi(bits=bits, group=group, residual=residual).codec()  # type: ignore[arg-type]
-    assert isinstance(codec, Grouped)
+    format = Kivi(bits=bits, group=group, residual=residual).format()  # type: ignore[arg-type]
+    assert isinstance(format, Grouped)
     for side, rows in ((KEYS, residual), (VALUES, 1)):
-        planes = codec.seal(side, torch.randn(2, 3 * rows, 64))
-        kinds = codec.kinds(side, shape)
+        planes = format.seal(side, torch.randn(2, 3 * rows, 64))
+        kinds = format.kinds(side, shape)
         assert [(tuple(p.shape[2:]), p.dtype) for p in planes] == [(tuple(tail), dtype) for tail, dtype in kinds]
         taken = 8 * sum(plane.nbytes for plane in planes) / (2 * 3 * rows * 64)
-        assert taken == bits + 32 / group == 8 * block_bytes(codec, shape, side) / (rows * 64)
+        assert taken == bits + 32 / group == 8 * block_bytes(format, shape, side) / (rows * 64)
 
 
 @pytest.mark.parametrize("prompt", [5, 16, 40, 100])
@@ -72,13 +71,13 @@ def test_tails_and_bytes_after_every_token(prompt: int) -> None:
     """Keys: (L + n) mod R as they are; values: min(R, L + n)."""
     bits, group, residual = 2, 4, 16
     model = Model.load(tiny.checkpoint(hidden=64), dtype=torch.bfloat16)
-    one = Walk(model, tiny.prompts(prompt)[0], codec=Kivi(bits=bits, group=group, residual=residual).codec())
+    one = Walk(model, tiny.prompts(prompt)[0], format=Kivi(bits=bits, group=group, residual=residual).format())
     one.feed(one.request.prompt)
     for n in range(40):
         rows = prompt + n
         for layer in one.kv.layers:
-            assert layer.sealed is not None and layer.shape.dim == 16
-            keys, values = (rows - layer.sealed.rows(side) for side in (KEYS, VALUES))
+            assert layer.blocks is not None and layer.shape.dim == 16
+            keys, values = (rows - layer.blocks.rows(side) for side in (KEYS, VALUES))
             assert keys == rows % residual and values == min(residual, rows)
             sealed = (2 * rows - keys - values) * 16 * (bits + 32 / group) / 8
             assert layer.live_bytes == layer.shape.heads * (sealed + (keys + values) * 16 * 2)
@@ -104,7 +103,7 @@ def test_what_is_read_is_counted_packed() -> None:
 
 
 def test_sixteen_bits_are_as_is() -> None:
-    assert type(Kivi(bits=16).codec()) is Raw
+    assert type(Kivi(bits=16).format()) is Raw
     prompts = tiny.prompts(41, 70)
     got = tiny.outs(tiny.run(tiny.engine({"store": "kivi:bits=16"}), prompts))
     assert got == [oracle.greedy(tiny.checkpoint(), prompt, 16)[0] for prompt in prompts]
@@ -114,7 +113,7 @@ def test_finer_levels_come_nearer() -> None:
     tokens = tiny.prompts(120)[0]
     want, off = oracle.logits(tiny.checkpoint(), tokens)[60:], []
     for bits in (2, 4, 8):
-        one = Walk(tiny.model(), tokens[:60], codec=grouped(bits, 4, 8))
+        one = Walk(tiny.model(), tokens[:60], format=grouped(bits, 4, 8))
         one.feed(tokens[:60])
         got = torch.cat([one.feed([token]) for token in tokens[60:]])
         off.append(float(((got - want).norm(dim=-1) / want.norm(dim=-1)).mean()))

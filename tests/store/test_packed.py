@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from phasewise.engine.engine import Engine
-from phasewise.kv.blocks import SIDES, BlockCut
-from phasewise.kv.buffer import Codec, KVShape
-from phasewise.kv.packed import packings
+from phasewise.kv.format import SIDES, BlockCut, KVShape, RowFormat, packings
 from phasewise.methods.store._approximated import Approximated
 from phasewise.methods.store.gear import Gear
 from phasewise.methods.store.kivi import Kivi
@@ -28,13 +26,13 @@ from tests.watched import passes
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no native kernels here")
 PROMPT, WHOLE = 37, 80
-KIVI = Kivi(bits=2, group=4, residual=16).codec()
-WIDE = Kivi(bits=4, group=16, residual=32).codec()
-LEVELS = Gear(bits=4, group=8, block=16, rank=0, sparse=0).codec()  # GEAR without what mends its levels
-MENDED = Gear(bits=2, group=8, block=16, rank=3, sparse=0.2).codec()
-APART = Gear(bits=4, group=16, block=16, rank=0, sparse=0.1).codec()
+KIVI = Kivi(bits=2, group=4, residual=16).format()
+WIDE = Kivi(bits=4, group=16, residual=32).format()
+LEVELS = Gear(bits=4, group=8, block=16, rank=0, sparse=0).format()  # GEAR without what mends its levels
+MENDED = Gear(bits=2, group=8, block=16, rank=3, sparse=0.2).format()
+APART = Gear(bits=4, group=16, block=16, rank=0, sparse=0.1).format()
 EVERY = {"kivi": KIVI, "wide": WIDE, "levels": LEVELS, "mended": MENDED, "apart": APART}
-CODECS = pytest.mark.parametrize("codec", EVERY.values(), ids=EVERY)
+FORMATS = pytest.mark.parametrize("format", EVERY.values(), ids=EVERY)
 
 
 def model() -> Model:
@@ -45,10 +43,10 @@ def tokens() -> list[int]:
     return tiny.prompts(WHOLE)[0]
 
 
-def fed(of: Model, codec: Codec, sizes: Sequence[int] = (1,)) -> tuple[Tensor, Walk]:
+def fed(of: Model, format: RowFormat, sizes: Sequence[int] = (1,)) -> tuple[Tensor, Walk]:
     """Logits of the rows after a prompt, in steps of so many rows, over and over."""
     every, found, at = tokens(), list[Tensor](), PROMPT
-    one = Walk(of, every[:PROMPT], codec=codec)
+    one = Walk(of, every[:PROMPT], format=format)
     one.feed(every[:PROMPT])
     while at < WHOLE:
         some = every[at : at + sizes[len(found) % len(sizes)]]
@@ -57,66 +55,68 @@ def fed(of: Model, codec: Codec, sizes: Sequence[int] = (1,)) -> tuple[Tensor, W
     return torch.cat(found), one
 
 
-def plainly(of: Model, codec: Codec, patch: pytest.MonkeyPatch) -> tuple[Tensor, Walk]:
+def plainly(of: Model, format: RowFormat, patch: pytest.MonkeyPatch) -> tuple[Tensor, Walk]:
     """`fed`, over blocks that are opened."""
     with patch.context() as here:
-        here.setattr("phasewise.kv.blocks.packings", lambda codec, shape: None)
-        return fed(of, codec)
+        here.setattr("phasewise.kv.blocks.packings", lambda format, shape: None)
+        return fed(of, format)
 
 
 def far(got: Tensor, want: Tensor) -> float:
     return float((got.float() - want).norm() / want.norm())
 
 
-@CODECS
-def test_whole_steps_are_as_near_as_the_open_path(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+@FORMATS
+def test_whole_steps_are_as_near_as_the_open_path(format: RowFormat, monkeypatch: pytest.MonkeyPatch) -> None:
     made = passes(monkeypatch)
-    got, one = fed(model(), codec)
+    got, one = fed(model(), format)
     assert [each.rows for each in made] == [PROMPT] + [1] * (WHOLE - PROMPT) and all(each.whole for each in made)
     made.clear()
-    plain, other = plainly(model(), codec, monkeypatch)
+    plain, other = plainly(model(), format, monkeypatch)
     assert [each.rows for each in made] == [PROMPT], "the twin was to open blocks"
-    exact, _ = fed(Model.load(tiny.checkpoint(hidden=128), dtype=torch.float32), codec)
+    exact, _ = fed(Model.load(tiny.checkpoint(hidden=128), dtype=torch.float32), format)
     assert far(got, exact) < 1.2 * far(plain, exact) + 1e-3
     names = ("row_layers", "rows", "kv_bytes_read", "kv_bytes_written")
     assert [getattr(one.counters, n) for n in names] == [getattr(other.counters, n) for n in names]
     for layer, twin in zip(one.kv.layers, other.kv.layers):
-        assert layer.sealed is not None and twin.sealed is not None
-        assert layer.sealed.counts == twin.sealed.counts and layer.live_bytes == twin.live_bytes
+        assert layer.blocks is not None and twin.blocks is not None
+        assert layer.blocks.counts == twin.blocks.counts and layer.live_bytes == twin.live_bytes
 
 
-@CODECS
-def test_what_is_sealed_is_what_each_layer_seals_by_itself(codec: Codec) -> None:
+@FORMATS
+def test_what_is_sealed_is_what_each_layer_seals_by_itself(format: RowFormat) -> None:
     """Blocks of all layers are sealed in one call."""
-    _, one = fed(model(), codec)
+    _, one = fed(model(), format)
     for layer in one.kv.layers:
-        assert layer.sealed is not None
+        assert layer.blocks is not None
         for side in SIDES:
-            cut = layer.sealed.codec.cuts[side]
-            assert layer.sealed.counts[side] == cut.blocks(WHOLE)
+            cut = layer.blocks.format.cuts[side]
+            assert layer.blocks.counts[side] == cut.blocks(WHOLE)
             last = slice(cut.sealed(WHOLE) - cut.rows, cut.sealed(WHOLE))
             base = layer.slabs[0].base
             if last.start < base:
                 continue
             rows = layer.slabs[0].buffer.planes[side][:, last.start - base : last.stop - base]
-            for plane, new in zip(layer.sealed.buffers[side].planes, layer.sealed.codec.seal(side, rows)):
-                assert torch.equal(plane[:, layer.sealed.counts[side] - 1 :][:, :1], new)
+            for plane, new in zip(layer.blocks.buffers[side].planes, layer.blocks.format.seal(side, rows)):
+                assert torch.equal(plane[:, layer.blocks.counts[side] - 1 :][:, :1], new)
 
 
 @pytest.mark.parametrize(
-    ("codec", "sizes"), [(KIVI, [2]), (WIDE, [5, 1, 3]), (MENDED, [8]), (APART, [5, 1, 3]), (LEVELS, [2])], ids=[*EVERY]
+    ("format", "sizes"),
+    [(KIVI, [2]), (WIDE, [5, 1, 3]), (MENDED, [8]), (APART, [5, 1, 3]), (LEVELS, [2])],
+    ids=[*EVERY],
 )
 def test_drafts_read_bit_for_bit_what_single_rows_read(
-    codec: Codec, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+    format: RowFormat, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for steps whose rows read one another from a block: these go the open path, which rounds differently."""
     made, of = passes(monkeypatch), model()
-    want, _ = fed(of, codec)
+    want, _ = fed(of, format)
     made.clear()
-    got, _ = fed(of, codec, sizes)
-    exact, _ = fed(Model.load(tiny.checkpoint(hidden=128), dtype=torch.float32), codec)
+    got, _ = fed(of, format, sizes)
+    exact, _ = fed(Model.load(tiny.checkpoint(hidden=128), dtype=torch.float32), format)
     assert far(got, exact) < 1.3 * far(want, exact) + 1e-3
-    keys, at, same = codec.cuts[0], PROMPT, 0  # type: ignore[attr-defined]
+    keys, at, same = format.cuts[0], PROMPT, 0  # type: ignore[attr-defined]
     for turn in range(WHOLE):
         rows = min(sizes[turn % len(sizes)], WHOLE - at)
         if rows < 1:
@@ -130,11 +130,11 @@ def test_drafts_read_bit_for_bit_what_single_rows_read(
     assert same > 0 and len(made) > 1 and all(each.whole for each in made)
 
 
-@CODECS
-def test_trees_read_bit_for_bit_what_their_paths_read(codec: Codec) -> None:
+@FORMATS
+def test_trees_read_bit_for_bit_what_their_paths_read(format: RowFormat) -> None:
     every, of = tokens(), model()
-    want, _ = fed(of, codec)
-    one = Walk(of, every[:PROMPT], codec=codec)
+    want, _ = fed(of, format)
+    one = Walk(of, every[:PROMPT], format=format)
     one.feed(every[:PROMPT])
     right = every[PROMPT : PROMPT + 3]
     wrong = [3 + (token + 1) % 60 for token in right]
@@ -157,7 +157,7 @@ def test_where_blocks_go_is_found_once_for_many_tokens(monkeypatch: pytest.Monke
             called.append(slots)
             super().__call__(slots, first, block)
 
-    monkeypatch.setattr("phasewise.kv.packed.Seals", Counted)
+    monkeypatch.setattr("phasewise.kv.blocks.Seals", Counted)
     _, one = fed(model(), KIVI)
     assert set(made) == {len(one.kv.layers)}
     assert called.count(1) == WHOLE - PROMPT and len(made) < (WHOLE - PROMPT) / 2
@@ -166,7 +166,7 @@ def test_where_blocks_go_is_found_once_for_many_tokens(monkeypatch: pytest.Monke
 def test_forks_and_dumps_in_between() -> None:
     every, of = tokens(), model()
     want, _ = fed(of, KIVI)
-    forks_and_dumps_change_nothing(lambda: Walk(of, every[:PROMPT], codec=KIVI), every, PROMPT, want)
+    forks_and_dumps_change_nothing(lambda: Walk(of, every[:PROMPT], format=KIVI), every, PROMPT, want)
 
 
 @pytest.mark.parametrize(("store", "draft"), [

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from phasewise.engine.engine import Engine
-from phasewise.kv.blocks import SIDES
+from phasewise.kv.format import SIDES
 from phasewise.methods.store._classed import Classed
 from phasewise.methods.store.zipcache import BLOCK, ZipCache
 from phasewise.model.model import Model
@@ -39,7 +39,7 @@ def model(dtype: torch.dtype = torch.bfloat16) -> Model:
 def walk(of: Model, knobs: dict[str, Any]) -> Walk:
     method = ZipCache(**knobs)
     evict = method.bind(Host(of, None, None, None, None))  # type: ignore[arg-type]
-    return Walk(of, tiny.prompts(WHOLE)[0][:PROMPT], evict=evict, codec=method.codec())
+    return Walk(of, tiny.prompts(WHOLE)[0][:PROMPT], evict=evict, format=method.format())
 
 
 def fed(of: Model, knobs: dict[str, Any], sizes: Sequence[int] = (1,)) -> tuple[Tensor, Walk]:
@@ -57,7 +57,7 @@ def fed(of: Model, knobs: dict[str, Any], sizes: Sequence[int] = (1,)) -> tuple[
 def plainly(of: Model, knobs: dict[str, Any], patch: pytest.MonkeyPatch) -> tuple[Tensor, Walk]:
     """`fed`, over blocks that are opened."""
     with patch.context() as here:
-        here.setattr("phasewise.kv.blocks.packings", lambda codec, shape: None)
+        here.setattr("phasewise.kv.blocks.packings", lambda format, shape: None)
         return fed(of, knobs)
 
 
@@ -80,9 +80,9 @@ def test_whole_steps_are_as_near_as_the_open_path(knobs: dict[str, Any], monkeyp
     for name in ("row_layers", "rows", "kv_bytes_written"):
         assert getattr(one.counters, name) == getattr(other.counters, name)
     for layer, twin in zip(one.kv.layers, other.kv.layers):
-        assert layer.sealed is not None and twin.sealed is not None
-        assert layer.sealed.counts == twin.sealed.counts and layer.live_bytes == twin.live_bytes
-        assert layer.sealed.counts == [WHOLE // knobs["gap"]] * 2
+        assert layer.blocks is not None and twin.blocks is not None
+        assert layer.blocks.counts == twin.blocks.counts and layer.live_bytes == twin.live_bytes
+        assert layer.blocks.counts == [WHOLE // knobs["gap"]] * 2
 
 
 def test_what_is_found_on_the_way_is_what_probing_finds() -> None:
@@ -95,8 +95,8 @@ def test_what_is_found_on_the_way_is_what_probing_finds() -> None:
         if twin is None:
             continue
         for layer in twin.kv.layers:
-            assert layer.sealed is not None
-            layer.sealed.packings = None
+            assert layer.blocks is not None
+            layer.blocks.packings = None
         twin.feed([every[at]])
         here, there = one.request.state[BLOCK], twin.request.state[BLOCK]
         assert list(here) == list(there) == list(range(4))  # type: ignore[call-overload]
@@ -109,24 +109,24 @@ def test_what_is_sealed_is_what_each_layer_seals_by_itself(
     knobs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks of all layers are sealed in one go."""
-    asked, classed, gap = list[tuple[Any, ...]](), Classed.classed, knobs["gap"]
+    asked, sealed, gap = list[tuple[Any, ...]](), Classed.seal_ranked, knobs["gap"]
 
-    def watched(self: Classed, side: int, x: Tensor, marks: Tensor, settled: Sequence[Tensor]) -> Sequence[Tensor]:
-        asked.append((side, x.clone(), marks.clone(), [plane.clone() for plane in settled]))
-        return classed(self, side, x, marks, settled)
+    def watched(self: Classed, side: int, x: Tensor, saliency: Tensor, settled: Sequence[Tensor]) -> Sequence[Tensor]:
+        asked.append((side, x.clone(), saliency.clone(), [plane.clone() for plane in settled]))
+        return sealed(self, side, x, saliency, settled)
 
-    monkeypatch.setattr(Classed, "classed", watched)
+    monkeypatch.setattr(Classed, "seal_ranked", watched)
     _, one = fed(model(), knobs)
     layers = len(one.kv.layers)
     later = asked[2 * layers :]
     assert len(later) == 2 * (WHOLE // gap - PROMPT // gap) and all(x.shape[0] == layers for _, x, _, _ in later)
-    for turn, (side, x, marks, settled) in enumerate(later):
+    for turn, (side, x, saliency, settled) in enumerate(later):
         for i, layer in enumerate(one.kv.layers):
-            assert layer.sealed is not None and isinstance(layer.sealed.codec, Classed)
-            assert torch.equal(settled[0][i : i + 1], layer.sealed.settled[side].planes[0])
-            alone = classed(layer.sealed.codec, side, x[i], marks[i], [plane[i : i + 1] for plane in settled])
+            assert layer.blocks is not None and isinstance(layer.blocks.format, Classed)
+            assert torch.equal(settled[0][i : i + 1], layer.blocks.settled[side].planes[0])
+            alone = sealed(layer.blocks.format, side, x[i], saliency[i], [plane[i : i + 1] for plane in settled])
             at = PROMPT // gap + turn // len(SIDES)
-            for plane, new in zip(layer.sealed.buffers[side].planes, alone, strict=True):
+            for plane, new in zip(layer.blocks.buffers[side].planes, alone, strict=True):
                 assert torch.equal(plane[:, at : at + 1], new)
 
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from phasewise.engine.engine import Engine
 from phasewise.errors import UserError
-from phasewise.kv.blocks import KEYS, SIDES, VALUES, BlockCut, form_of
-from phasewise.kv.buffer import KVShape, Raw
+from phasewise.kv.format import KEYS, SIDES, VALUES, BlockCut, KVShape, Raw, form_of
 from phasewise.methods.store._classed import Classed
 from phasewise.methods.store._grouped import Grouped
 from phasewise.methods.store.zipcache import Saliency, ZipCache, probed
@@ -49,7 +48,7 @@ def host(model: Model) -> Host:
 
 
 def walk(model: Model, prompt: Sequence[int], **knobs: Any) -> Walk:
-    return Walk(model, prompt, evict=saliency(model, **knobs), codec=ZipCache(**(KNOBS | knobs)).codec())
+    return Walk(model, prompt, evict=saliency(model, **knobs), format=ZipCache(**(KNOBS | knobs)).format())
 
 
 # ---- the quantiser
@@ -62,21 +61,21 @@ def outlying(rows: int = 128, dim: int = 64) -> Tensor:
     return x
 
 
-def error(codec: Classed, x: Tensor, marks: Tensor | None = None, plainly: bool = False) -> float:
+def error(format: Classed, x: Tensor, marks: Tensor | None = None, plainly: bool = False) -> float:
     shape = KVShape(x.shape[0], x.shape[2], x.dtype)
-    settled = [plane[:, None] for plane in codec.settle(VALUES, x)]
+    settled = [plane[:, None] for plane in format.settle(VALUES, x)]
     if plainly:
         settled = [torch.ones_like(plane) for plane in settled]
     marks = torch.zeros(x.shape[1]) if marks is None else marks
-    planes = [*codec.classed(VALUES, x, marks, settled), *settled]
-    return float((codec.open(VALUES, planes, shape) - x).norm())
+    planes = [*format.seal_ranked(VALUES, x, marks, settled), *settled]
+    return float((format.open(VALUES, planes, shape) - x).norm())
 
 
 @pytest.mark.parametrize("bits", [2, 4])
 def test_channels_at_one_scale_are_far_better_than_plain_rows(bits: int) -> None:
     """And about as good as groups of 32 in each channel, which have many more ends."""
-    x, codec = outlying(), Classed(bits, bits, 32, 16)
-    separable, plain = error(codec, x), error(codec, x, plainly=True)
+    x, format = outlying(), Classed(bits, bits, 32, 16)
+    separable, plain = error(format, x), error(format, x, plainly=True)
     by_channel = Grouped(bits, 32, (BlockCut(32), BlockCut(32)), (True, True))
     back = by_channel.open(KEYS, by_channel.seal(KEYS, x), KVShape(1, 64, x.dtype))
     assert plain > 2 * separable
@@ -84,10 +83,10 @@ def test_channels_at_one_scale_are_far_better_than_plain_rows(bits: int) -> None
 
 
 def test_rows_with_larger_marks_get_more_bits() -> None:
-    x, codec = torch.randn(2, 24, 12, generator=torch.Generator().manual_seed(1)), Classed(8, 2, 8, 2)
+    x, format = torch.randn(2, 24, 12, generator=torch.Generator().manual_seed(1)), Classed(8, 2, 8, 2)
     marks = torch.rand(24, generator=torch.Generator().manual_seed(2))
-    settled = [plane[:, None] for plane in codec.settle(KEYS, x)]
-    back = codec.open(KEYS, [*codec.classed(KEYS, x, marks, settled), *settled], KVShape(2, 12, x.dtype))
+    settled = [plane[:, None] for plane in format.settle(KEYS, x)]
+    back = format.open(KEYS, [*format.seal_ranked(KEYS, x, marks, settled), *settled], KVShape(2, 12, x.dtype))
     off = (back - x).norm(dim=-1).sum(0)
     upper = marks.topk(6).indices.tolist()
     assert sorted(off.topk(6, largest=False).indices.tolist()) == sorted(upper), "wherever they lie, six of 24"
@@ -98,12 +97,12 @@ def test_mean_bits_from_tensors(gap: int, important: float) -> None:
     """Of packed rows: those of the classes, two ends for each row, a bit for its class; and one number per channel."""
     heads, dim, blocks = 2, 64, 3
     shape, upper = KVShape(heads, dim, torch.bfloat16), round(important * gap)
-    codec = ZipCache(gap=gap, important=important).codec()
-    assert isinstance(codec, Classed)
+    format = ZipCache(gap=gap, important=important).format()
+    assert isinstance(format, Classed)
     x = torch.randn(heads, blocks * gap, dim)
-    settled = [plane[:, None] for plane in codec.settle(KEYS, x)]
-    planes = codec.classed(KEYS, x, torch.rand(blocks * gap), settled)
-    kinds = codec.kinds(KEYS, form_of(codec, shape))
+    settled = [plane[:, None] for plane in format.settle(KEYS, x)]
+    planes = format.seal_ranked(KEYS, x, torch.rand(blocks * gap), settled)
+    kinds = format.kinds(KEYS, form_of(format, shape))
     assert [(tuple(p.shape[2:]), p.dtype) for p in planes] == [(tuple(tail), dtype) for tail, dtype in kinds]
     bits = 8 * sum(plane.nbytes for plane in planes) / (blocks * gap * heads * dim)
     mean = upper / gap * 4 + (1 - upper / gap) * 2
@@ -310,8 +309,8 @@ def bytes_of(walks: Sequence[Walk]) -> int:
     buffers = {}
     for one in walks:
         for layer in one.kv.layers:
-            assert layer.sealed is not None
-            for buffer in (*layer.sealed.held, *(slab.buffer for slab in layer.slabs)):
+            assert layer.blocks is not None
+            for buffer in (*layer.blocks.held, *(slab.buffer for slab in layer.slabs)):
                 buffers[id(buffer)] = sum(plane.nbytes for plane in buffer.planes)
     return sum(buffers.values())
 
@@ -326,7 +325,7 @@ def test_bytes_after_every_token(prompt: int) -> None:
         rows = one.request.computed
         sealed = rows // GAP * GAP
         for layer in one.kv.layers:
-            assert layer.sealed is not None and layer.sealed.counts == [sealed // GAP] * 2
+            assert layer.blocks is not None and layer.blocks.counts == [sealed // GAP] * 2
             assert layer.live_bytes == 2 * (sealed * packed_row() + (rows - sealed) * 32 * 2 + 32 * 2)
             assert layer.slabs[0].buffer.cap <= max(128, prompt + 64)
         one.feed([7])
@@ -376,7 +375,7 @@ def off(shuffled: bool) -> float:
     found, method = 0.0, ZipCache(**(KNOBS | {"high": 8}))
     for prompt in tiny.prompts(*range(90, 130, 4)):
         runtime = (PermutedClasses(method) if shuffled else method).bind(host(tiny.model()))
-        one = Walk(tiny.model(), prompt, evict=runtime, codec=method.codec())
+        one = Walk(tiny.model(), prompt, evict=runtime, format=method.format())
         one.feed(prompt)
         got = torch.cat([one.feed([token]) for token in range(5, 15)])
         found += float((got - oracle.logits(tiny.checkpoint(), [*prompt, *range(5, 15)])[len(prompt) :]).norm())
@@ -389,7 +388,7 @@ def test_shuffled_saliency_loses() -> None:
 
 # ---- together with others
 def test_sixteen_bits_are_as_is() -> None:
-    assert type(ZipCache(high=16, low=16).codec()) is Raw
+    assert type(ZipCache(high=16, low=16).format()) is Raw
     prompts = tiny.prompts(41, 70)
     got = tiny.outs(tiny.run(tiny.engine({"store": "zipcache:high=16,low=16"}), prompts))
     assert got == [oracle.greedy(tiny.checkpoint(), prompt, 16)[0] for prompt in prompts]

@@ -21,7 +21,8 @@ from torch import Tensor
 from phasewise.cluster.pool import CELLS, Account, AccountTable, Loan
 from phasewise.cluster.transfer_buffer import ALIGN, Lost, folder, segment
 from phasewise.errors import UserError
-from phasewise.kv.buffer import Kind, Memory
+from phasewise.kv.buffer import Memory
+from phasewise.kv.format import Kind
 
 
 class NamedMemory(Memory, Protocol):

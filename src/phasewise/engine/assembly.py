@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from phasewise.engine.binding import Bindings, Methods, in_phase
 from phasewise.engine.refusals import refuse_blocks
 from phasewise.engine.runtime import Runtime
-from phasewise.kv.buffer import Codec, KVShape, Ledger, Raw
+from phasewise.kv.buffer import Ledger
+from phasewise.kv.format import KVShape, Raw, RowFormat
 from phasewise.kv.prefix import PrefixCache
 from phasewise.kv.store import Sharing, Store
 from phasewise.kv.wire import Wire
@@ -37,7 +38,7 @@ class Assembly:
         self.prefixes = PrefixCache(ledger)
         self._load = load
         self._bindings: list[tuple[Any, Bindings]] = []  # by sample method: a host has one
-        self._forms: list[tuple[Any, int, Codec, Wire | None]] = []
+        self._forms: list[tuple[Any, int, RowFormat, Wire | None]] = []
 
     def bind(self, methods: Methods, verb: str) -> Any:
         """The runtime of a recipe's method, bound for its sample method."""
@@ -50,12 +51,12 @@ class Assembly:
         evict = phases[0].evict
         traits: Traits = methods["decode"].traits
         unit = traits.block
-        codec, wire = self._form(methods["store"], unit)
-        refuse_blocks(codec, methods["store"], kv_shapes(self.model))
+        format, wire = self._form(methods["store"], unit)
+        refuse_blocks(format, methods["store"], kv_shapes(self.model))
         key = self._prefix_key(methods, names[0]) if self.caching else None
         shared = Sharing(key, 1 if evict is None else max(1, evict.observes), unit, self.prefixes)
         shapes, counters = kv_shapes(self.model), self.counters
-        store = Store(shapes, codec, ledger=self.ledger, counters=counters, sharing=shared, wire=wire)
+        store = Store(shapes, format, ledger=self.ledger, counters=counters, sharing=shared, wire=wire)
         slots: list[SlotRuntime | None] = []
         for own in phases:
             slots += own.attend, own.evict, own.skip, own.decode
@@ -84,14 +85,14 @@ class Assembly:
         phase = Phase(name, decode=None, attend=self.defaults["attend"])  # type: ignore[arg-type]  # nobody decodes with it
         return Companion(name, model, store, phase, self.counters)
 
-    def _form(self, method: Any, unit: int) -> tuple[Codec, Wire | None]:
+    def _form(self, method: Any, unit: int) -> tuple[RowFormat, Wire | None]:
         """In what form a store method keeps rows, and in what form they travel, if it has a say in that."""
-        for known, of_unit, codec, wire in self._forms:
+        for known, of_unit, format, wire in self._forms:
             if _same(known, method) and of_unit == unit:
-                return codec, wire
+                return format, wire
         wire = method.wire(kv_shapes(self.model), unit)
-        self._forms.append((method, unit, codec := method.codec(), wire))
-        return codec, wire
+        self._forms.append((method, unit, format := method.format(), wire))
+        return format, wire
 
     def _prefix_key(self, methods: Methods, first: str) -> str | None:
         """Everything that shapes a prompt's KV besides its tokens (DESIGN law 10), `first` being the phase of prompts;

@@ -53,4 +53,4 @@ def _buffers(kv: Any) -> Iterator[Buffer]:
     for layer in kv.layers if kv is not None else ():
         for slab in layer.slabs:
             yield slab.buffer
-        yield from () if layer.sealed is None else layer.sealed.held
+        yield from () if layer.blocks is None else layer.blocks.held

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from phasewise.engine.binding import label
 from phasewise.errors import UserError
-from phasewise.kv.blocks import SIDES, sealing
-from phasewise.kv.buffer import ROUND, Codec, rounded, stride
+from phasewise.kv.buffer import ROUND, rounded, stride
+from phasewise.kv.format import SIDES, RowFormat, block_format
 
 if TYPE_CHECKING:
     from phasewise.engine.runtime import Runtime
-    from phasewise.kv.buffer import KVShape
+    from phasewise.kv.format import KVShape
     from phasewise.model.config import ModelConfig
     from phasewise.request.params import Params
     from phasewise.request.request import Request
@@ -79,9 +79,9 @@ def _name(decode: object) -> str:
     return type(decode).__module__.rpartition(".")[2]
 
 
-def refuse_blocks(codec: Codec, method: Any, shapes: Sequence[KVShape]) -> None:
+def refuse_blocks(format: RowFormat, method: Any, shapes: Sequence[KVShape]) -> None:
     """Raise UserError where a store method packs blocks of rows that do not fit the model."""
-    blocks = sealing(codec)
+    blocks = block_format(format)
     if blocks is None:
         return
     try:

@@ -106,8 +106,8 @@ class Runtime:
             return 1  # what else has to run with a row, it says itself
         if kv is None or not kv.seals or request.prefilling:
             return most
-        border = kv.border(request.computed)
-        return min(most, LATE) if border is None else min(most, LATE, border - request.computed)
+        boundary = kv.boundary(request.computed)
+        return min(most, LATE) if boundary is None else min(most, LATE, boundary - request.computed)
 
     @staticmethod
     def until(request: Request, phase: Phase) -> int | None:
@@ -115,7 +115,7 @@ class Runtime:
         until, kv = phase.until(request), request.kv
         if kv is None or not kv.seals or request.prefilling:
             return until
-        ends = (until, kv.border(request.known - 1))
+        ends = (until, kv.boundary(request.known - 1))
         return min((end for end in ends if end is not None), default=None)
 
     def held(self, tokens: int) -> int:

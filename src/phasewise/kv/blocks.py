@@ -1,191 +1,88 @@
-"""Finished blocks of rows, packed under parameters that they share, in front of a tail of rows as the model made them.
+"""The quantised blocks of a layer, in front of a tail of rows as the model made them.
 
 A row of a prompt reads all rows as they were made. Any later row reads as sealed what is sealed when just the rows that
 it sees have been there before it: so the form in which it reads depends on how many these are and on nothing else, and
 chunks, drafts, replays, prefix hits and hand-offs give the same numbers. Blocks are sealed when a prompt is complete,
 and then one by one as they fill; keys and values have cuts of their own.
 
-Where blocks hang on how much their rows matter as well (`Marked`), no step has rows on both sides of a border.
+Where blocks depend on how much their rows matter as well (`BlockFormat.by_saliency`), no step has rows on both sides of
+a boundary. Native kernels read blocks as they are kept, where the format says as data how its planes lie (`Packing`).
 
-Left out: eviction from sealed blocks, and heads or layers that keep different rows. Prefix blocks hold
-rows as they were made, and so does a prompt that leaves for another engine until it has arrived there.
+Left out: eviction from sealed blocks, and heads or layers that keep different rows. Prefix blocks hold rows as they
+were made, and so does a prompt that leaves for another engine until it has arrived there. Blocks in float32, and those
+that lie in any other way, are opened in front of the kernels (`LayerBlocks.opened`).
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, overload
 
 import torch
 from torch import Tensor
 
-from phasewise.kv.buffer import Buffer, Codec, Kind, KVShape, Ledger, Raw, entry_bytes
-from phasewise.kv.packed import Classes, Packing, packings
+from phasewise.kv.buffer import Buffer, Ledger
+from phasewise.kv.format import (
+    SIDES,
+    BlockFormat,
+    KVShape,
+    Packing,
+    Raw,
+    RowFormat,
+    block_bytes,
+    block_format,
+    form_of,
+    packings,
+    settled_bytes,
+)
+from phasewise.ops.native.abi import SidesStruct
+from phasewise.ops.native.sealing import Sealing, Seals, fits
+from phasewise.ops.native.spans import Side
 
-KEYS, VALUES = SIDES = (0, 1)
+if TYPE_CHECKING:
+    from phasewise.kv.layer_kv import LayerKV
+
 SLACK = 32  # rows of the tail's buffer beyond the longest tail, at least: it is moved once in so many rows
 
-
-@dataclass(frozen=True, slots=True)
-class BlockCut:
-    """Blocks of `rows` rows; the newest `tail` rows are never sealed, and neither is what does not fill a block."""
-
-    rows: int
-    tail: int = 0
-
-    def blocks(self, n: int) -> int:
-        """How many are sealed when `n` rows are there."""
-        return max(0, n - self.tail) // self.rows
-
-    def sealed(self, n: int) -> int:
-        """Rows in them."""
-        return self.blocks(n) * self.rows
-
-    def last(self, blocks: int) -> int:
-        """The most rows that may be there with no more than so many blocks."""
-        return (blocks + 1) * self.rows + self.tail - 1
-
-
-class BlockCodec(ABC):
-    """A codec that also packs finished blocks of rows together. Everything is per KV head, and pure."""
-
-    cuts: tuple[BlockCut, BlockCut]  # of keys and of values
-
-    def packings(self, dim: int) -> tuple[Packing | Classes, Packing | Classes] | None:
-        """How the planes of a block of keys and of values lie, of heads of `dim` numbers, where native kernels know
-        that (kv/packed.py): they read blocks as they are, and nothing is rounded to the rows' dtype. None: blocks are
-        opened first."""
-        return None
-
-    @abstractmethod
-    def kinds(self, side: int, shape: KVShape) -> list[Kind]:
-        """Per plane: the shape and dtype of what is kept for one (head, block)."""
-
-    @abstractmethod
-    def seal(self, side: int, x: Tensor) -> Sequence[Tensor]:
-        """Rows [h, blocks * rows, D] -> planes [h, blocks, ...]. A block's planes depend on that block alone."""
-
-    @abstractmethod
-    def open(self, side: int, planes: Sequence[Tensor], shape: KVShape) -> Tensor:
-        """Planes [h, blocks, ...] -> rows [h, blocks * rows, D] of the shape's dtype."""
-
-
-def sealing(codec: Codec) -> BlockCodec | None:
-    """The codec, if it seals finished blocks."""
-    return codec if isinstance(codec, BlockCodec) else None
-
-
-Marks = Callable[[int, int], Tensor]
+RowSaliency = Callable[[int, int], Tensor]
 """(start, stop) -> how much the rows start .. stop - 1 of a layer matter, [stop - start]."""
+LayerSaliency = Callable[[int, int, int], Tensor]
+"""(layer, start, stop) -> the same of each layer."""
 
 
-class Marked(BlockCodec):
-    """A codec whose blocks hang on more than their rows: on marks, which the evict method that comes with the store
-    gives these (`verbs/evict.py: saliency`), and on planes that are settled once, by the rows of the complete prompt.
-
-    All heads of a layer are packed together: `kinds` is asked for one head of all their numbers. A block's marks are
-    known when its last row is committed, so a step brings no rows on both sides of a border.
-    """
-
-    @abstractmethod
-    def settled(self, side: int, shape: KVShape) -> list[Kind]:
-        """Per plane: the shape and dtype of what is settled."""
-
-    @abstractmethod
-    def settle(self, side: int, x: Tensor) -> Sequence[Tensor]:
-        """Rows of a prompt [h, n, D] -> planes [1, ...]."""
-
-    @abstractmethod
-    def classed(self, side: int, x: Tensor, marks: Tensor, settled: Sequence[Tensor]) -> Sequence[Tensor]:
-        """In place of `seal`: rows [h, blocks * rows, D], their marks [blocks * rows] and the settled planes
-        [1, 1, ...] -> planes [1, blocks, ...]. A block's planes may hold rows of others that are sealed with it. Or
-        all of them of several layers, [L, h, ...], [L, ...] and [L, 1, ...] -> [L, blocks, ...].
-
-        `open` gets planes of blocks and, behind them, the settled ones.
-        """
-
-
-def marking(codec: Codec | BlockCodec) -> Marked | None:
-    """The codec, if its blocks want marks."""
-    return codec if isinstance(codec, Marked) else None
-
-
-def form_of(codec: Codec | BlockCodec, shape: KVShape) -> KVShape:
-    """What blocks are made for: each head of a layer, or one that has the numbers of all."""
-    return shape if marking(codec) is None else replace(shape, heads=1, dim=shape.heads * shape.dim)
-
-
-class _Side(Codec):
-    """The planes of a side's blocks, for a `Buffer` whose rows are blocks; or its settled ones, for a buffer of one."""
-
-    exactness = "quantised"
-
-    def __init__(self, kinds: Callable[[int, KVShape], list[Kind]], side: int) -> None:
-        self.kinds, self.side = kinds, side
-
-    def planes(self, shape: KVShape) -> list[Kind]:
-        return self.kinds(self.side, shape)
-
-    def encode(self, k: Tensor, v: Tensor) -> Sequence[Tensor]:
-        raise NotImplementedError("blocks are sealed, not encoded row by row")
-
-    def decode(self, planes: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError("blocks are opened, not decoded row by row")
-
-
-def block_bytes(codec: BlockCodec, shape: KVShape, side: int) -> int:
-    """Of one block of one head."""
-    return entry_bytes(_Side(codec.kinds, side), shape)
-
-
-def settled_bytes(codec: BlockCodec, shape: KVShape, side: int) -> int:
-    """Of what is settled of one head."""
-    marked = marking(codec)
-    return 0 if marked is None else entry_bytes(_Side(marked.settled, side), shape)
-
-
-def booked(codec: Codec, shape: KVShape, rows: int) -> int:
-    """Bytes of a layer that are set aside for the blocks of so many rows."""
-    blocks = sealing(codec)
-    if blocks is None:
-        return 0
-    shape = form_of(codec, shape)
-    each = (blocks.cuts[side].blocks(rows) * block_bytes(blocks, shape, side) for side in SIDES)
-    return (sum(each) + sum(settled_bytes(blocks, shape, side) for side in SIDES)) * shape.heads
-
-
-class Sealed:
+class LayerBlocks:
     """The sealed blocks of one layer, [keys, values]: `counts` of them in `buffers`, which are taken ahead, when room
-    for rows is made, and for codecs with marks what is `settled`. `active` once the prompt is complete. Forks share the
-    buffers until either side makes room, and what is settled for good."""
+    for rows is made, and what is `settled` for formats by saliency. `active` once the prompt is complete. Forks share
+    the buffers until either side makes room, and what is settled for good."""
 
     __slots__ = (
-        "active", "buffers", "codec", "counts", "form", "ledger", "marked", "packings", "raw", "settled", "shape",
+        "active", "buffers", "counts", "form", "format", "ledger", "packings", "raw", "settled", "shape",
     )  # fmt: skip
 
-    def __init__(self, codec: BlockCodec, shape: KVShape, ledger: Ledger, rows: int) -> None:
-        self.codec, self.shape, self.ledger = codec, shape, ledger
-        self.raw, self.form, self.packings = Raw(), form_of(codec, shape), packings(codec, shape)
-        self.active, self.counts, self.marked = False, [0, 0], marking(codec)
-        self.buffers = [self._buffer(side, codec.cuts[side].blocks(rows)) for side in SIDES]
+    def __init__(self, format: BlockFormat, shape: KVShape, ledger: Ledger, rows: int) -> None:
+        self.format, self.shape, self.ledger = format, shape, ledger
+        self.raw, self.form, self.packings = Raw(), form_of(format, shape), packings(format, shape)
+        self.active, self.counts = False, [0, 0]
+        self.buffers = [self._buffer(side, format.cuts[side].blocks(rows)) for side in SIDES]
         self.settled: list[Buffer] = []
-        if (marked := self.marked) is not None:
-            self.settled = [Buffer(_Side(marked.settled, side), self.form, 1, 1, ledger) for side in SIDES]
+        if format.by_saliency:
+            self.settled = [Buffer(format.settled(side, self.form), 1, 1, ledger, shape.device) for side in SIDES]
 
     @classmethod
-    def of(cls, codec: Codec, shape: KVShape, ledger: Ledger, rows: int) -> Sealed | None:
-        """With room for the blocks of so many rows; None for a codec that seals nothing."""
-        blocks = sealing(codec)
+    def of(cls, format: RowFormat, shape: KVShape, ledger: Ledger, rows: int) -> LayerBlocks | None:
+        """With room for the blocks of so many rows; None for a format without blocks."""
+        blocks = block_format(format)
         return None if blocks is None else cls(blocks, shape, ledger, rows)
 
     def _buffer(self, side: int, blocks: int) -> Buffer:
-        return Buffer(_Side(self.codec.kinds, side), self.form, self.form.heads, blocks, self.ledger)
+        return Buffer(self.format.kinds(side, self.form), self.form.heads, blocks, self.ledger, self.form.device)
 
     # ---- sizes
     def rows(self, side: int) -> int:
         """Rows in sealed blocks."""
-        return self.counts[side] * self.codec.cuts[side].rows
+        return self.counts[side] * self.format.cuts[side].rows
 
     @property
     def first(self) -> int:
@@ -195,7 +92,7 @@ class Sealed:
     @property
     def longest(self) -> int:
         """The longest tail there may be between two steps."""
-        return max(cut.last(0) for cut in self.codec.cuts)
+        return max(cut.last(0) for cut in self.format.cuts)
 
     @property
     def held(self) -> list[Buffer]:
@@ -215,8 +112,8 @@ class Sealed:
         return sum(self._bytes(side, upto[side], n, upto[side] > 0) for side in SIDES)
 
     def _bytes(self, side: int, sealed: int, n: int, settled: bool) -> int:
-        blocks = sealed // self.codec.cuts[side].rows * block_bytes(self.codec, self.form, side)
-        blocks += settled_bytes(self.codec, self.form, side) if settled else 0
+        blocks = sealed // self.format.cuts[side].rows * block_bytes(self.format, self.form, side)
+        blocks += settled_bytes(self.format, self.form, side) if settled else 0
         raw = (n - sealed) * self.shape.dim * self.shape.dtype.itemsize
         return self.form.heads * blocks + self.shape.heads * raw
 
@@ -224,12 +121,12 @@ class Sealed:
         """Rows that may come after `n` before more room is needed."""
         if any(buffer.refs > 1 for buffer in self.buffers):
             return 0
-        return min(cut.last(buffer.cap) for cut, buffer in zip(self.codec.cuts, self.buffers)) - n
+        return min(cut.last(buffer.cap) for cut, buffer in zip(self.format.cuts, self.buffers)) - n
 
     # ---- room
     def _wanted(self, n: int, roomy: int) -> Iterator[tuple[int, int]]:
         """(side, blocks) of the buffers that do not do for `n` rows; new ones are for `roomy` rows."""
-        for side, (cut, buffer) in enumerate(zip(self.codec.cuts, self.buffers)):
+        for side, (cut, buffer) in enumerate(zip(self.format.cuts, self.buffers)):
             if cut.blocks(n) > buffer.cap or buffer.refs > 1:
                 yield side, max(cut.blocks(roomy), buffer.cap)
 
@@ -237,7 +134,7 @@ class Sealed:
         """Bytes that `reserve` would add to the ledger."""
         total = 0
         for side, blocks in self._wanted(n, roomy):
-            total += blocks * self.form.heads * block_bytes(self.codec, self.form, side)
+            total += blocks * self.form.heads * block_bytes(self.format, self.form, side)
             total -= self.buffers[side].bytes if self.buffers[side].refs == 1 else 0
         return total
 
@@ -258,24 +155,24 @@ class Sealed:
         return sum(a[:, :count].nbytes for a in new.planes)
 
     # ---- sealing
-    def take(self, planes: Sequence[Tensor], base: int, n: int, marks: Marks | None = None) -> int:
+    def take(self, planes: Sequence[Tensor], base: int, n: int, saliency: RowSaliency | None = None) -> int:
         """Seal what `n` rows fill; `planes` hold those from row `base` on as they were made, and the first time these
         are all of the prompt. Returns bytes written."""
         moved = 0 if self.active else self._settle(planes, n)
         self.active = True
-        for side, cut in enumerate(self.codec.cuts):
+        for side, cut in enumerate(self.format.cuts):
             start, stop = self.counts[side], cut.blocks(n)
             if start == stop:
                 continue
             buffer = self.buffers[side]
             assert buffer.refs == 1 and stop <= buffer.cap, "room is made before a step"
             rows = planes[side][:, start * cut.rows - base : stop * cut.rows - base]
-            if self.marked is None:
-                made = self.codec.seal(side, rows)
+            if not self.format.by_saliency:
+                made = self.format.seal(side, rows)
             else:
-                assert marks is not None, "who seals rows with marks gives them"
-                marked = marks(start * cut.rows, stop * cut.rows)
-                made = self.marked.classed(side, rows, marked, self.settled[side].planes)
+                assert saliency is not None, "who seals rows by saliency says how much they matter"
+                own = saliency(start * cut.rows, stop * cut.rows)
+                made = self.format.seal_ranked(side, rows, own, self.settled[side].planes)
             for plane, new in zip(buffer.planes, made):
                 plane[:, start:stop] = new
                 moved += new.nbytes
@@ -286,21 +183,20 @@ class Sealed:
         """Forks that share what is settled have the same prompt. Returns bytes written."""
         moved = 0
         for side, buffer in enumerate(self.settled):
-            assert self.marked is not None
-            for plane, new in zip(buffer.planes, self.marked.settle(side, planes[side][:, :n])):
+            for plane, new in zip(buffer.planes, self.format.settle(side, planes[side][:, :n])):
                 plane[:, 0] = new
                 moved += new.nbytes
         return moved
 
-    def border(self, n: int) -> int | None:
+    def boundary(self, n: int) -> int | None:
         """The position of the first row that finds other blocks than one at `n` does, where rows of one step must not;
         None: they may."""
-        if self.marked is None:
+        if not self.format.by_saliency:
             return None
-        return min(cut.last(cut.blocks(n)) for cut in self.codec.cuts) + 1
+        return min(cut.last(cut.blocks(n)) for cut in self.format.cuts) + 1
 
     # ---- reading
-    def lying(self, side: int) -> list[Tensor]:
+    def planes(self, side: int) -> list[Tensor]:
         """The planes of a side's blocks, and those of what is settled."""
         return [*self.buffers[side].planes, *(self.settled[side].planes if self.settled else ())]
 
@@ -313,8 +209,8 @@ class Sealed:
                 found.append(plane[:, : n - base])
                 continue
             whole = plane.new_empty((plane.shape[0], n, plane.shape[2]))
-            packed = [p[:, : self.counts[side]] for p in self.lying(side)]  # of what is settled there is one
-            whole[:, :sealed] = self.codec.open(side, packed, self.shape)
+            packed = [p[:, : self.counts[side]] for p in self.planes(side)]  # of what is settled there is one
+            whole[:, :sealed] = self.format.open(side, packed, self.shape)
             whole[:, sealed:] = plane[:, sealed - base : n - base]
             found.append(whole)
         return found
@@ -327,7 +223,7 @@ class Sealed:
             return rows
         index = torch.tensor([*range(done, min(n, upto)), *after[: max(0, upto - n)]], device=rows.device)
         whole = rows.clone()
-        whole[:, index] = self.codec.open(side, self.codec.seal(side, rows[:, index]), self.shape)
+        whole[:, index] = self.format.open(side, self.format.seal(side, rows[:, index]), self.shape)
         return whole
 
     # ---- between steps
@@ -345,10 +241,10 @@ class Sealed:
         moved = sum(self._copy(buffer, planes, 1) for buffer, planes in zip(self.settled, settled))
         return moved + sum(self._copy(self.buffers[side], planes[side], counts[side]) for side in SIDES)
 
-    def fork(self) -> Sealed:
-        twin = object.__new__(Sealed)
-        twin.codec, twin.shape, twin.ledger, twin.raw = self.codec, self.shape, self.ledger, self.raw
-        twin.form, twin.packings, twin.marked = self.form, self.packings, self.marked
+    def fork(self) -> LayerBlocks:
+        twin = object.__new__(LayerBlocks)
+        twin.format, twin.shape, twin.ledger, twin.raw = self.format, self.shape, self.ledger, self.raw
+        twin.form, twin.packings = self.form, self.packings
         twin.active, twin.counts = self.active, list(self.counts)
         twin.buffers = [buffer.share() for buffer in self.buffers]
         twin.settled = [buffer.share() for buffer in self.settled]
@@ -358,3 +254,166 @@ class Sealed:
         for buffer in self.held:
             buffer.drop()
         self.buffers, self.settled = [], []
+
+
+@dataclass(slots=True)
+class PackedBlocks:
+    """What a kernel reads of sealed blocks, and the rows as they were made, `tail` [h, R, D] each, that begin with row
+    `base`."""
+
+    sides: tuple[Side, Side]
+    tail: Sequence[Tensor]
+    base: int
+
+
+class LazyPlanes(Sequence[Tensor]):
+    """Planes that are made when one of them is first looked at."""
+
+    __slots__ = ("_made", "_make")
+
+    def __init__(self, make: Callable[[], Sequence[Tensor]]) -> None:
+        self._make, self._made = make, list[Tensor]()
+
+    @overload
+    def __getitem__(self, which: int) -> Tensor: ...
+
+    @overload
+    def __getitem__(self, which: slice) -> Sequence[Tensor]: ...
+
+    def __getitem__(self, which: int | slice) -> Tensor | Sequence[Tensor]:
+        self._made = self._made or list(self._make())
+        return self._made[which]
+
+    def __len__(self) -> int:
+        return len(self[:])
+
+
+def lying(
+    sealed: LayerBlocks, planes: Sequence[Tensor], base: int, rows: tuple[int, int]
+) -> tuple[Sequence[Tensor], PackedBlocks | None]:
+    """What `rows`, (committed, of this step), read with the blocks that there are: opened when looked at, and packed.
+    `planes` hold those from row `base` on as they were made."""
+    n, fresh = rows
+    tail = [plane[:, : n + fresh - base] for plane in planes]
+    opened = LazyPlanes(partial(sealed.opened, tail, base, n + fresh))
+    return opened, packed(sealed, tail, base, n, [sealed.rows(side) for side in range(len(tail))])
+
+
+Tail = tuple[LayerBlocks, Sequence[Tensor], int]  # of a layer; its rows as they were made, from the last of these on
+
+
+def seals(tails: Sequence[Tail], side: int) -> Seals | None:
+    """Where a kernel finds what it may seal, if it does."""
+    first, planes, _ = tails[0]
+    packing = None if first.packings is None else first.packings[side]
+    if not isinstance(packing, Packing) or packing.rank or packing.apart or not fits(planes[side]):
+        return None
+    found, size = list[Sealing](), first.format.cuts[side].rows
+    for sealed, own, base in tails:
+        step, low, levels = sealed.buffers[side].planes
+        found.append(Sealing(own[side], levels, step, low, 0, size, base))
+    return Seals(found, side == 0, packing.bits, packing.group)
+
+
+def fill(
+    tails: Sequence[Tail],
+    side: int,
+    start: int,
+    stop: int,
+    found: Seals | None = None,
+    saliency: LayerSaliency | None = None,
+) -> int:
+    """Seal the blocks `start` .. `stop` of layers that have sealed as many, in a call for all of them, as most of what
+    few rows take is the call. They are not counted yet. Returns bytes moved."""
+    first, moved = tails[0][0], 0
+    if stop <= start:
+        return 0
+    assert first.buffers[side].refs == 1 and stop <= first.buffers[side].cap, "room is made before a step"
+    size, blocks = first.format.cuts[side].rows, slice(start, stop)
+    found = found or seals(tails, side)
+    if found is not None:
+        found((stop - start) * size, start * size, start)
+        return len(tails) * sum(plane[:, blocks].nbytes for plane in first.buffers[side].planes)
+    rows = [planes[side][:, start * size - base : stop * size - base] for _, planes, base in tails]
+    if not first.format.by_saliency:
+        planes = first.format.seal(side, torch.cat(rows))
+    else:
+        assert saliency is not None, "who seals rows by saliency says how much they matter"
+        own = torch.stack([saliency(layer, start * size, stop * size) for layer in range(len(tails))])
+        settled = [torch.cat(each) for each in zip(*(sealed.settled[side].planes for sealed, _, _ in tails))]
+        planes = first.format.seal_ranked(side, torch.stack(rows), own, settled)
+    for which, made in enumerate(planes):
+        moved += made.nbytes
+        for (sealed, _, _), new in zip(tails, torch.split(made, first.form.heads)):
+            sealed.buffers[side].planes[which][:, blocks] = new
+    return moved
+
+
+def seal_full(
+    tails: Sequence[Tail], n: int, found: Sequence[Seals | None] = (None, None), saliency: LayerSaliency | None = None
+) -> int:
+    """Seal what `n` committed rows fill; blocks by saliency wait for it. Returns bytes moved."""
+    first, moved = tails[0][0], 0
+    for side, cut in enumerate(first.format.cuts):
+        start, stop = first.counts[side], cut.blocks(n)
+        if start < stop and (saliency is not None or not first.format.by_saliency):
+            moved += fill(tails, side, start, stop, found[side], saliency)
+            for sealed, _, _ in tails:
+                sealed.counts[side] = stop
+    return moved
+
+
+def ahead(tails: Sequence[Tail], upto: Sequence[int]) -> None:
+    """Seal the first `upto` [keys, values] rows, which are committed, without counting the blocks: rows of this step
+    may read more than is sealed. Room for what a step's rows fill was made with theirs."""
+    first = tails[0][0]
+    for side, cut in enumerate(first.format.cuts):
+        fill(tails, side, first.counts[side], upto[side] // cut.rows)
+
+
+def packed(
+    sealed: LayerBlocks, tail: Sequence[Tensor], base: int, n: int, upto: Sequence[int], after: Sequence[int] = ()
+) -> PackedBlocks | None:
+    """The first `upto` [keys, values] rows as if they were sealed, as they are or `ahead`: of the `n` committed ones,
+    and then of those at the slots `after`. None: blocks have to be opened."""
+    if sealed.packings is None:
+        return None
+    sides = []
+    for side, (packing, cut) in enumerate(zip(sealed.packings, sealed.format.cuts)):
+        planes = sealed.planes(side)
+        if upto[side] > n:
+            done = sealed.rows(side)
+            index = torch.tensor([*range(done, n), *after[: upto[side] - n]]) - base
+            more = sealed.format.seal(side, tail[side][:, index])
+            planes = [torch.cat((p[:, : sealed.counts[side]], new), 1) for p, new in zip(planes, more)]
+        sides.append(packing.side(planes, upto[side], cut.rows))
+    return PackedBlocks((sides[0], sides[1]), tail, base)
+
+
+def seal_alike(layers: Sequence[LayerKV], saliency: LayerSaliency | None = None) -> int | None:
+    """Seal what committed rows fill, as `LayerKV.seal` of each layer does, where all have sealed blocks already,
+    equally many, that native kernels read. Returns bytes moved; None: it is not so, and nothing was done."""
+    tails = [
+        (layer.blocks, layer.slabs[0].buffer.planes, layer.slabs[0].base)
+        for layer in layers
+        if layer.blocks is not None and len(layer.slabs) == 1
+    ]
+    if len(tails) < len(layers) or not alike([sealed for sealed, _, _ in tails]):
+        return None
+    n = layers[0].n
+    return None if any(layer.n != n for layer in layers) else seal_full(tails, n, saliency=saliency)
+
+
+def alike(layers: Sequence[LayerBlocks]) -> bool:
+    """True if all have sealed blocks, equally many, that native kernels read."""
+    return all(each.active and each.packings is not None and each.counts == layers[0].counts for each in layers)
+
+
+def sides_struct(sealed: LayerBlocks) -> SidesStruct:
+    """What is sealed now, as native steps take it."""
+    assert sealed.packings is not None
+    keys, values = (
+        packing.side(sealed.planes(side), sealed.rows(side), cut.rows).struct
+        for side, (packing, cut) in enumerate(zip(sealed.packings, sealed.format.cuts))
+    )
+    return SidesStruct(keys=keys, values=values)

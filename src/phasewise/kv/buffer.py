@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from phasewise.kv.format import Kind, kinds_bytes
 
 ROUND = 64  # rows; capacities are multiples of it
 PLACE = 8  # bytes of a position
@@ -21,56 +21,6 @@ def stride(rows: int) -> int:
 
 def rounded(rows: int) -> int:
     return -(-max(rows, 1) // stride(rows)) * stride(rows)
-
-
-@dataclass(frozen=True, slots=True)
-class KVShape:
-    """What one layer caches for one token: `heads` keys and values of `dim` numbers."""
-
-    heads: int
-    dim: int
-    dtype: torch.dtype
-    device: str = "cpu"
-
-
-class Codec(ABC):
-    """The form in which rows are kept. A row's form depends on that row alone (DESIGN law 4)."""
-
-    exactness: str  # true | quantised | predicted | sparse
-
-    # planes are keys int8 [H, N, D], their scales bfloat16 [H, N], then values and theirs, each row rounded to the
-    # nearest level of its largest magnitude / 127: native kernels read and write these
-    scaled: bool = False
-
-    @abstractmethod
-    def planes(self, shape: KVShape) -> list[Kind]:
-        """Per plane: the trailing shape of one (head, row) entry, and its dtype."""
-
-    @abstractmethod
-    def encode(self, k: Tensor, v: Tensor) -> Sequence[Tensor]:
-        """[H, R, D] keys and values -> planes [H, R, ...]."""
-
-    @abstractmethod
-    def decode(self, planes: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Planes [H, N, ...] -> keys and values [H, N, D] of `dtype`."""
-
-
-class Raw(Codec):
-    """Rows kept as the model made them."""
-
-    exactness = "true"
-
-    def planes(self, shape: KVShape) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        return [((shape.dim,), shape.dtype)] * 2
-
-    def encode(self, k: Tensor, v: Tensor) -> Sequence[Tensor]:
-        return k, v
-
-    def decode(self, planes: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return planes[0], planes[1]
-
-
-Kind = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a plane
 
 
 class Memory(Protocol):
@@ -140,22 +90,22 @@ class Ledger:
 
 
 class Buffer:
-    """Planes [H, cap, ...] for the rows of some heads, and what positions they may have to say, int64 [wide, cap], with
-    a count of the holders that share them. `row`: bytes of a row of all these."""
+    """Planes [H, cap, ...] of these kinds for the rows (or blocks) of some heads, and what positions they may have to
+    say, int64 [wide, cap], with a count of the holders that share them. `row`: bytes of a row of all these."""
 
     __slots__ = ("addresses", "bytes", "cap", "heads", "ledger", "name", "planes", "positions", "refs", "row", "wide")
 
     def __init__(
-        self, codec: Codec, shape: KVShape, heads: int, cap: int, ledger: Ledger, lent: str | None = None
+        self, kinds: Sequence[Kind], heads: int, cap: int, ledger: Ledger, device: str, lent: str | None = None
     ) -> None:
         """`lent`: the name of planes that another holder has given up."""
         self.cap, self.heads, self.ledger, self.refs = cap, heads, ledger, 1
-        kinds = [((heads, cap, *tail), dtype) for tail, dtype in codec.planes(shape)]
+        whole = [((heads, cap, *tail), dtype) for tail, dtype in kinds]
         memory = ledger.memory
-        self.name, self.planes = memory.new(kinds, shape.device) if lent is None else memory.adopt(lent, kinds)
+        self.name, self.planes = memory.new(whole, device) if lent is None else memory.adopt(lent, whole)
         self.addresses = [p.data_ptr() for p in self.planes]  # for native kernels; meaningless elsewhere
-        self.wide, self.positions = 0, torch.empty((0, cap), dtype=torch.int64, device=shape.device)
-        self.row = heads * entry_bytes(codec, shape)
+        self.wide, self.positions = 0, torch.empty((0, cap), dtype=torch.int64, device=device)
+        self.row = heads * kinds_bytes(kinds)
         self.bytes = self.row * cap
         ledger.add(self.bytes)
 
@@ -186,14 +136,3 @@ class Buffer:
         self.refs = 0
         self.ledger.add(-self.bytes)
         self.planes, self.positions = [], self.positions.new_empty((0, 0))
-
-
-def entry_bytes(codec: Codec, shape: KVShape) -> int:
-    """Bytes of one row of one head."""
-    total = 0
-    for tail, dtype in codec.planes(shape):
-        n = 1
-        for size in tail:
-            n *= size
-        total += n * dtype.itemsize
-    return total

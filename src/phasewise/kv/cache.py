@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from phasewise.kv.blocks import seal_alike
 from phasewise.kv.contiguous import ContiguousView
 from phasewise.kv.drawers import Drawers
 from phasewise.kv.dump import _by_layer, _fill
 from phasewise.kv.layer_kv import LayerKV
-from phasewise.kv.packed import seal_alike
 from phasewise.kv.wire import Dump, Wire
 from phasewise.request.counters import Counters
 
@@ -38,8 +38,8 @@ class KV:
         self.foreign = False  # some rows are not what computing their tokens would have given
         self.reused = 0  # rows that were not computed for this request
         self.nodes: list[Node] = []  # shared-prefix nodes this request holds
-        self.seals = any(layer.sealed is not None for layer in layers)  # finished blocks of rows are packed
-        self.sealed = any(layer.sealed is not None and layer.sealed.active for layer in layers)  # some are
+        self.seals = any(layer.blocks is not None for layer in layers)  # finished blocks of rows are packed
+        self.sealed = any(layer.blocks is not None and layer.blocks.active for layer in layers)  # some are
         self._flat: ContiguousView | None = None
         self._walk: tuple[int, ...] | None = None  # the layers of `_flat`
         self._written: Sequence[int] = ()  # positions of this step's rows, where `flat` was used to write them
@@ -217,30 +217,30 @@ class KV:
             layer.drop_last(position)
         self.changed()
 
-    def seal(self, marks: Callable[[int, int, int], Tensor] | None = None) -> None:
+    def seal(self, saliency: Callable[[int, int, int], Tensor] | None = None) -> None:
         """The prompt is complete and stays here: pack blocks of rows that are full by now; to be called after every
-        later commit as well. `marks` (layer, start, stop): see `kv/blocks.py: Marks`."""
+        later commit as well. `saliency`: see `kv/blocks.py`."""
         if self.seals:
             if self.sealed and self._flat is not None and self._walk is None and self._flat.cuts is not None:
-                self.counters.kv_bytes_moved += self._flat.seal(marks)
+                self.counters.kv_bytes_moved += self._flat.seal(saliency)
                 return
-            moved = seal_alike(self.layers, marks) if self.sealed else None
+            moved = seal_alike(self.layers, saliency) if self.sealed else None
             self.sealed = True
             if moved is None:
-                own = [None if marks is None else partial(marks, i) for i in range(len(self.layers))]
+                own = [None if saliency is None else partial(saliency, i) for i in range(len(self.layers))]
                 moved = sum(layer.seal(of) for layer, of in zip(self.layers, own))
                 self.changed()
             self.counters.kv_bytes_moved += moved
 
-    def border(self, n: int) -> int | None:
+    def boundary(self, n: int) -> int | None:
         """The position that rows of a step must not reach, `n` of them being there; None: they may reach any."""
-        return next((layer.sealed.border(n) for layer in self.layers if layer.sealed is not None), None)
+        return next((layer.blocks.boundary(n) for layer in self.layers if layer.blocks is not None), None)
 
-    def settle(self, marks: Callable[[int, int, int], Tensor] | None = None) -> None:
+    def settle(self, saliency: Callable[[int, int, int], Tensor] | None = None) -> None:
         """The prompt is complete and stays here: give its rows the values that would have arrived elsewhere, and pack
         finished blocks."""
         self.rewrite()
-        self.seal(marks)
+        self.seal(saliency)
 
     def rewrite(self) -> None:
         """Give the rows of a prompt that is complete the values that would have arrived elsewhere."""
@@ -275,21 +275,21 @@ class KV:
                 }
                 for s in layer.slabs
             ]
-            if layer.sealed is not None and layer.sealed.active:
+            if layer.blocks is not None and layer.blocks.active:
                 assert not lent, "sealed blocks are copied, not lent"
-                pieces[0]["sealed"] = {"base": layer.slabs[0].base, "blocks": layer.sealed.dump()}
+                pieces[0]["sealed"] = {"base": layer.slabs[0].base, "blocks": layer.blocks.dump()}
             out.extend(pieces or [{"heads": None, "positions": None, "planes": []}])  # a freed layer
             out[-1]["last"] = True  # of this layer
         return out
 
     def load(self, dumped: Dump) -> None:
-        """Fill an empty KV from `dump`. The codec and shape must be those it was dumped with."""
+        """Fill an empty KV from `dump`. The format and shape must be those it was dumped with."""
         layers = _by_layer(dumped)
         assert len(layers) == len(self.layers), "a dump of another model"
         for layer, pieces in zip(self.layers, layers):
             self.counters.kv_bytes_moved += _fill(layer, pieces)
-        self.seals = any(layer.sealed is not None for layer in self.layers)
-        self.sealed = any(layer.sealed is not None and layer.sealed.active for layer in self.layers)
+        self.seals = any(layer.blocks is not None for layer in self.layers)
+        self.sealed = any(layer.blocks is not None and layer.blocks.active for layer in self.layers)
         self.changed()
 
     @property

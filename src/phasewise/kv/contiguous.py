@@ -7,10 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from phasewise.kv.blocks import SIDES, BlockCut
-from phasewise.kv.buffer import Raw, entry_bytes
+from phasewise.kv.blocks import LayerSaliency, ahead, alike, seal_full, seals, sides_struct
+from phasewise.kv.format import SIDES, BlockCut, Raw, entry_bytes
 from phasewise.kv.layer_kv import LayerKV
-from phasewise.kv.packed import LayerMarks, ahead, alike, seal_full, seals, sides_struct
 from phasewise.kv.unequal import Narrow, Unequal, by_head, lined, unequal
 from phasewise.kv.vectors import VectorTable
 from phasewise.ops.native.abi import PlacesStruct, PlanesStruct, SidesStruct, Structures
@@ -18,9 +17,9 @@ from phasewise.ops.native.sealing import Seals
 
 
 class ContiguousView:
-    """The rows of the layers asked for, on the CPU, as the model made them or rounded to int8 (`Codec.scaled`); or the
-    first of them in sealed blocks that native kernels read (kv/packed.py). Without such blocks, layers and heads may
-    hold unequally many: then `unequal` says where they lie, and `address` nothing.
+    """The rows of the layers asked for, on the CPU, as the model made them or rounded to int8 (`RowFormat.scaled`); or
+    the first of them in sealed blocks that native kernels read. Without such blocks, layers and heads may hold
+    unequally many: then `unequal` says where they lie, and `address` nothing.
 
     `n`: committed rows, of the longest head. `gaps`: they need not be those of positions 0 .. n-1, as some were given
     up; which they are may differ by layer and head. `address`: of Planes (kernels.h) [layers].
@@ -46,8 +45,8 @@ class ContiguousView:
         self._places: Structures[PlacesStruct] | None = None
         self._positions: list[list[memoryview]] | None = None  # of slabs, by head: these write one fastest
         dim = layers[0].shape.dim
-        self.row_bytes = sum(entry_bytes(layer.codec, layer.shape) * layer.shape.heads for layer in layers)
-        rounded = layers[0].codec.scaled
+        self.row_bytes = sum(entry_bytes(layer.format, layer.shape) * layer.shape.heads for layer in layers)
+        rounded = layers[0].format.scaled
         planes = list[PlanesStruct]()
         for slab in self._slabs if self.unequal is None else ():
             cap, addresses = slab.buffer.cap, slab.buffer.addresses
@@ -61,8 +60,8 @@ class ContiguousView:
             planes.append(lies)
         self._planes = Structures(PlanesStruct, planes)
         self.address = self._planes.address
-        self._sealed = [(layer.sealed, layer.slabs[0].buffer.planes, layer.slabs[0].base) for layer in layers
-                        if layer.sealed is not None and layer.sealed.active]  # fmt: skip
+        self._sealed = [(layer.blocks, layer.slabs[0].buffer.planes, layer.slabs[0].base) for layer in layers
+                        if layer.blocks is not None and layer.blocks.active]  # fmt: skip
         self._seals: Sequence[Seals | None] = ()  # made when first asked for
         self._sides = [sides_struct(sealed) for sealed, _, _ in self._sealed]
 
@@ -70,9 +69,9 @@ class ContiguousView:
     def of(cls, layers: Sequence[LayerKV]) -> ContiguousView | None:
         """None where rows do not lie like that."""
         first = layers[0]
-        if not (isinstance(first.codec, Raw) or first.codec.scaled) or first.shape.device != "cpu":
+        if not (isinstance(first.format, Raw) or first.format.scaled) or first.shape.device != "cpu":
             return None
-        sealed = [layer.sealed for layer in layers if layer.sealed is not None and layer.sealed.active]
+        sealed = [layer.blocks for layer in layers if layer.blocks is not None and layer.blocks.active]
         if sealed and (len(sealed) < len(layers) or not alike(sealed)):
             return None
         if not sealed and unequal(layers):
@@ -87,7 +86,7 @@ class ContiguousView:
     @property
     def cuts(self) -> tuple[BlockCut, BlockCut] | None:
         """Of the blocks, if rows are sealed."""
-        return self._sealed[0][0].codec.cuts if self._sealed else None
+        return self._sealed[0][0].format.cuts if self._sealed else None
 
     def sides(self, upto: Sequence[int]) -> Structures[SidesStruct]:
         """Where the first `upto` [keys, values] rows lie packed in each layer, as StackSpan takes it; sealed now, or
@@ -101,11 +100,11 @@ class ContiguousView:
         """Seal so many committed rows, as far as that has not been done, without counting them."""
         ahead(self._sealed, upto)
 
-    def seal(self, marks: LayerMarks | None = None) -> int:
-        """Seal what committed rows fill, where marks are wanted as soon as there are any. -> bytes moved"""
+    def seal(self, saliency: LayerSaliency | None = None) -> int:
+        """Seal what committed rows fill, those by saliency as soon as it is known. Returns bytes moved."""
         if not self._seals:
             self._seals = [seals(self._sealed, side) for side in SIDES]
-        return seal_full(self._sealed, self.n, self._seals, marks)
+        return seal_full(self._sealed, self.n, self._seals, saliency)
 
     def reads(self, upto: Sequence[int], n: int) -> int:
         """What reading `n` rows costs in all layers with the first `upto` of them sealed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from phasewise.kv.blocks import Sealed
+from phasewise.kv.blocks import LayerBlocks
 from phasewise.kv.buffer import Buffer, rounded
 from phasewise.kv.layer_kv import LayerKV, Slab
 from phasewise.kv.wire import Dump
@@ -31,16 +31,16 @@ def _fill(layer: LayerKV, pieces: list[dict[str, Any]]) -> int:
             lent, cap, wide = None, rounded(n + 1), max(said, min(layer.wide, heads))
         else:
             lent, heads, cap, n, wide = piece["lent"]
-        buffer = Buffer(layer.codec, layer.shape, heads, cap, layer.ledger, lent).placed(wide)
+        buffer = Buffer(layer.kinds, heads, cap, layer.ledger, layer.shape.device, lent).placed(wide)
         layer.slabs.append(slab := Slab(buffer, n, piece["heads"], said))  # at once: `close` must find it
         for plane, rows in zip(buffer.planes, piece["planes"]):
             plane[:, :n] = rows
             moved += rows.numel() * rows.element_size()
         slab.base = (piece.get("sealed") or {}).get("base", 0)
-        layer.sealed = Sealed.of(layer.codec, layer.shape, layer.ledger, rounded(slab.base + n + 1))
+        layer.blocks = LayerBlocks.of(layer.format, layer.shape, layer.ledger, rounded(slab.base + n + 1))
         if slab.base or piece.get("sealed"):
-            assert layer.sealed is not None, "a dump of another codec"
-            moved += layer.sealed.load(**piece["sealed"]["blocks"])
+            assert layer.blocks is not None, "a dump of another format"
+            moved += layer.blocks.load(**piece["sealed"]["blocks"])
         if said:
             buffer.positions[:said, :n] = piece["positions"]
     return moved

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from phasewise.kv.blocks import booked
 from phasewise.kv.buffer import rounded
 from phasewise.kv.cache import KV
+from phasewise.kv.format import booked
 from phasewise.kv.store import Store
 from phasewise.kv.wire import Encoded, RowsOrigin
 from phasewise.kv.wire import Misfit as Misfit
@@ -57,9 +57,9 @@ def advance(state: State, to: State) -> State:
 # ---- what is sent
 def layout(config: object, store: Store) -> str:
     """A hash of all that the bytes of a KV mean: model, shapes, dtypes and the forms rows are kept and travel in."""
-    codec, form = store.codec, store.wire and store.wire.form
-    planes = [codec.planes(shape) for shape in store.shapes]
-    known = repr((config, store.shapes, type(codec).__name__, codec.exactness, planes, form))
+    format, form = store.format, store.wire and store.wire.form
+    planes = [format.planes(shape) for shape in store.shapes]
+    known = repr((config, store.shapes, type(format).__name__, format.exactness, planes, form))
     return hashlib.blake2b(known.encode(), digest_size=16).hexdigest()
 
 
@@ -82,16 +82,16 @@ class Layouts:
 
 
 def exactness(kv: KV) -> str:
-    """How true the rows are: as the codec keeps them, quantised by a lossy wire, or sparse once some were given up."""
+    """How true the rows are: as the format keeps them, quantised by a lossy wire, or sparse once some were given up."""
     if any(slab.positions is not None for layer in kv.layers for slab in layer.slabs):
         return "sparse"
-    return "quantised" if kv.rounded else kv.layers[0].codec.exactness
+    return "quantised" if kv.rounded else kv.layers[0].format.exactness
 
 
 def landing(kv: KV) -> int:
     """Bytes that the rows take where they land, with what is booked for drawers."""
     return kv.drawn + sum(
-        rounded(slab.n + 1) * slab.buffer.row + booked(layer.codec, layer.shape, rounded(slab.base + slab.n + 1))
+        rounded(slab.n + 1) * slab.buffer.row + booked(layer.format, layer.shape, rounded(slab.base + slab.n + 1))
         for layer in kv.layers
         for slab in layer.slabs
     )
@@ -154,8 +154,8 @@ def fits(header: Header, store: Store, layout: str) -> None:
     """Raise Misfit unless the rows of a packed request mean here what they meant where they were computed."""
     if header["layout"] != layout:
         raise Misfit(f"the rows have layout {header['layout']}, but here it is {layout}")
-    if header["exactness"] not in ("sparse", "quantised" if header["rounded"] else "", store.codec.exactness):
-        raise Misfit(f"the rows are {header['exactness']}, but here they are {store.codec.exactness}")
+    if header["exactness"] not in ("sparse", "quantised" if header["rounded"] else "", store.format.exactness):
+        raise Misfit(f"the rows are {header['exactness']}, but here they are {store.format.exactness}")
 
 
 def drawers(header: Header, tensors: Sequence[Tensor]) -> dict[str, Any]:

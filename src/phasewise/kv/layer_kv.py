@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from phasewise.kv.beside import Beside, Derived, Wants
-from phasewise.kv.blocks import SLACK, Marks, Sealed
-from phasewise.kv.buffer import ROUND, Buffer, Codec, KVShape, Ledger, entry_bytes, rounded
-from phasewise.kv.packed import lying
+from phasewise.kv.blocks import SLACK, LayerBlocks, RowSaliency, lying
+from phasewise.kv.buffer import ROUND, Buffer, Ledger, rounded
+from phasewise.kv.format import KVShape, RowFormat, entry_bytes
 from phasewise.kv.part import KVPart
 
 
@@ -39,17 +39,31 @@ class Slab:
 class LayerKV:
     """append / read / commit / keep for one request at one layer. Nothing here allocates but `reserve` and `keep`."""
 
-    __slots__ = ("_ids", "_pending", "_wants", "beside", "codec", "fresh", "ledger", "sealed", "shape", "slabs",
-                 "version", "wide")  # fmt: skip
+    __slots__ = (
+        "_ids",
+        "_pending",
+        "_wants",
+        "beside",
+        "blocks",
+        "format",
+        "fresh",
+        "kinds",
+        "ledger",
+        "shape",
+        "slabs",
+        "version",
+        "wide",
+    )  # fmt: skip
 
     def __init__(
-        self, shape: KVShape, codec: Codec, ledger: Ledger, cap: int, wants: Wants | None = None, wide: int = 0
+        self, shape: KVShape, format: RowFormat, ledger: Ledger, cap: int, wants: Wants | None = None, wide: int = 0
     ) -> None:
         """`wants`: what methods keep beside the rows; bytes for it are booked with them. `wide`: of how many heads
         positions may have to be said, as rows go (1: all are alike, or rows come late)."""
-        self.shape, self.codec, self.ledger, self.wide = shape, codec, ledger, wide
-        self.slabs = [Slab(Buffer(codec, shape, shape.heads, cap, ledger).placed(wide), 0, None)]
-        self.sealed = Sealed.of(codec, shape, ledger, cap)  # None: the codec seals no blocks
+        self.shape, self.format, self.ledger, self.wide = shape, format, ledger, wide
+        self.kinds = format.planes(shape)
+        self.slabs = [Slab(Buffer(self.kinds, shape.heads, cap, ledger, self.shape.device).placed(wide), 0, None)]
+        self.blocks = LayerBlocks.of(format, shape, ledger, cap)  # None: the format seals no blocks
         self.fresh = 0
         self._pending: Sequence[int] = ()
         self._ids: list[int] | None = None
@@ -67,20 +81,20 @@ class LayerKV:
     def spare(self) -> int:
         """Rows that `append` can take now; a layer that was closed wants none."""
         rows = min((s.buffer.cap - s.n if s.buffer.refs == 1 else 0 for s in self.slabs), default=sys.maxsize)
-        if self.sealed is not None:
-            rows = min(rows, self.sealed.spare(self.n))
+        if self.blocks is not None:
+            rows = min(rows, self.blocks.spare(self.n))
         return 0 if self.beside.growth(self._wanted(rows)) else rows
 
     @property
     def bytes(self) -> int:
-        return sum(s.buffer.bytes for s in self.slabs) + (self.sealed.bytes if self.sealed is not None else 0)
+        return sum(s.buffer.bytes for s in self.slabs) + (self.blocks.bytes if self.blocks is not None else 0)
 
     @property
     def live_bytes(self) -> int:
         """Bytes of committed entries (what a method that drops rows really saves)."""
-        if self.sealed is not None:
-            return self.sealed.live_bytes(self.n)
-        return sum(s.n * s.buffer.heads for s in self.slabs) * entry_bytes(self.codec, self.shape)
+        if self.blocks is not None:
+            return self.blocks.live_bytes(self.n)
+        return sum(s.n * s.buffer.heads for s in self.slabs) * entry_bytes(self.format, self.shape)
 
     @property
     def derived(self) -> Mapping[Hashable, Derived]:
@@ -99,13 +113,13 @@ class LayerKV:
                     cap = max(rounded(n + rows), cap)
                     total += cap * s.buffer.row - (s.buffer.bytes if s.buffer.refs == 1 else 0)
             spare = min(spare, cap - n)
-        if self.sealed is not None:
-            total += self.sealed.growth(self.n + rows, rounded(self.n + rows))
+        if self.blocks is not None:
+            total += self.blocks.growth(self.n + rows, rounded(self.n + rows))
         return total + self.beside.growth(self._wanted(spare))
 
     def _needless(self, s: Slab) -> int:
         """Rows of a slab that are sealed as well."""
-        return self.sealed.first - s.base if self.sealed is not None else 0
+        return self.blocks.first - s.base if self.blocks is not None else 0
 
     def _wanted(self, spare: int) -> int:
         """Bytes that methods may want beside the rows when `spare` more are there."""
@@ -129,8 +143,8 @@ class LayerKV:
         for s in self.slabs:
             if s.n + rows > s.buffer.cap or s.buffer.refs > 1:
                 moved += self._replace(s, max(rounded(s.n - self._needless(s) + rows), s.buffer.cap))
-        if self.sealed is not None:
-            moved += self.sealed.reserve(self.n + rows, rounded(self.n + rows))
+        if self.blocks is not None:
+            moved += self.blocks.reserve(self.n + rows, rounded(self.n + rows))
         self.beside = self.beside.own(self._wanted(min((s.buffer.cap - s.n for s in self.slabs), default=0)))
         return moved
 
@@ -138,7 +152,7 @@ class LayerKV:
         """Room for `cap` rows, without those that are sealed as well."""
         old, start = s.buffer, self._needless(s)
         n, alone = s.n - start, cap == old.cap and old.refs == 1  # then rows only move up
-        new = old if alone else Buffer(self.codec, self.shape, old.heads, cap, self.ledger).placed(old.wide)
+        new = old if alone else Buffer(self.kinds, old.heads, cap, self.ledger, self.shape.device).placed(old.wide)
         for a, b in zip(new.planes, old.planes):
             a[:, :n] = b[:, start : start + n].clone() if alone else b[:, start : start + n]
         s.base, s.n = s.base + start, n
@@ -146,13 +160,13 @@ class LayerKV:
         if not alone:
             old.drop()
         s.buffer = new
-        return n * old.heads * entry_bytes(self.codec, self.shape)
+        return n * old.heads * entry_bytes(self.format, self.shape)
 
     # ---- one step
     def append(self, k: Tensor, v: Tensor, positions: Sequence[int], ids: list[int] | None = None) -> None:
         """Add this step's rows, uncommitted. k, v [H, R, D]; `ids` are their span rows when some skip the layer."""
         rows = len(positions)
-        planes = self.codec.encode(k, v)
+        planes = self.format.encode(k, v)
         for s in self.slabs:
             at = slice(s.n + self.fresh, s.n + self.fresh + rows)
             for plane, new in zip(s.buffer.planes, planes):
@@ -173,7 +187,7 @@ class LayerKV:
     def read(self, written: Sequence[int] = ()) -> list[KVPart]:
         """What this step's rows can read, head group by head group (usually one). `written`: positions of rows that a
         native kernel has put behind the committed ones, instead of any that were appended."""
-        if self.sealed is not None and self.sealed.active and self.slabs:
+        if self.blocks is not None and self.blocks.active and self.slabs:
             return [self._opened()]
         ids = None if self._ids is None else torch.tensor(self._ids, device=self.shape.device)
         pending, fresh = (written, len(written)) if written else (self._pending, self.fresh)
@@ -182,38 +196,38 @@ class LayerKV:
             planes = [p[:, : s.n + fresh] for p in s.buffer.planes]
             committed = None if s.positions is None else s.positions[:, : s.n]
             parts.append(
-                KVPart(planes, self.codec, self.shape.dtype, s.n, fresh, ids, s.heads, committed, pending, i,
+                KVPart(planes, self.format, self.shape.dtype, s.n, fresh, ids, s.heads, committed, pending, i,
                      self.beside)
             )  # fmt: skip
         return parts
 
     def _opened(self) -> KVPart:
         """`read`, of rows in sealed blocks and behind them."""
-        (s,), sealed = self.slabs, self.sealed
+        (s,), sealed = self.slabs, self.blocks
         whole = self._ids is None or self._ids == list(range(self.fresh))  # in pieces, say
         assert sealed is not None and s.positions is None and whole, "rows are sealed where all are alike"
         planes, lie = lying(sealed, s.buffer.planes, s.base, (self.n, self.fresh))
         return KVPart(planes, sealed.raw, self.shape.dtype, self.n, self.fresh, None, None, None, self._pending, 0,
                     self.beside, packed=lie)  # fmt: skip
 
-    def seal(self, marks: Marks | None = None) -> int:
+    def seal(self, saliency: RowSaliency | None = None) -> int:
         """The prompt is complete: seal the blocks that its committed rows, and those since, fill. Returns bytes moved.
 
         Room for them was made with the rows'. The first time, rows that are not needed as they were made are freed.
         """
         assert not self.fresh
-        if self.sealed is None or not self.slabs:
+        if self.blocks is None or not self.slabs:
             return 0
-        (s,), before = self.slabs, self.sealed.active
-        moved = self.sealed.take(s.buffer.planes, s.base, s.base + s.n, marks)
-        cap = rounded(self.sealed.longest + SLACK)
+        (s,), before = self.slabs, self.blocks.active
+        moved = self.blocks.take(s.buffer.planes, s.base, s.base + s.n, saliency)
+        cap = rounded(self.blocks.longest + SLACK)
         if before or s.buffer.refs > 1 or cap >= s.buffer.cap:
             return moved
         self.version += 1
         start, old = self._needless(s), s.buffer
         rows = [plane[:, start : s.n].clone() for plane in old.planes]
         old.drop()  # before there is another: the budget may have no room for both
-        s.buffer = Buffer(self.codec, self.shape, old.heads, cap, self.ledger).placed(old.wide)
+        s.buffer = Buffer(self.kinds, old.heads, cap, self.ledger, self.shape.device).placed(old.wide)
         s.base, s.n = s.base + start, s.n - start
         for plane, kept in zip(s.buffer.planes, rows):
             plane[:, : s.n] = kept
@@ -237,7 +251,7 @@ class LayerKV:
                 index = torch.tensor(list(keep), device=self.shape.device) + s.n
                 for p in s.buffer.planes:
                     p[:, s.n : s.n + len(keep)] = p[:, index]
-                moved += len(keep) * s.buffer.heads * entry_bytes(self.codec, self.shape)
+                moved += len(keep) * s.buffer.heads * entry_bytes(self.format, self.shape)
             self._note(s, positions)
             s.n += len(keep)
         self.fresh, self._pending, self._ids = 0, (), None
@@ -306,7 +320,7 @@ class LayerKV:
 
     def _loose(self) -> None:
         """Rows may be dropped or written anew."""
-        assert not self.fresh and (self.sealed is None or not self.sealed.active), "sealed rows stay as they are"
+        assert not self.fresh and (self.blocks is None or not self.blocks.active), "sealed rows stay as they are"
 
     def _changed(self) -> None:
         self.version += 1
@@ -322,14 +336,14 @@ class LayerKV:
         wide = max(old.shape[0], index.shape[0])
         kept = old.expand(wide, -1).gather(1, index.expand(wide, -1))
         cap, most = min(rounded(count + room), s.buffer.cap), max(wide, min(self.wide, heads))
-        new = Buffer(self.codec, self.shape, heads, cap, self.ledger).placed(most)
+        new = Buffer(self.kinds, heads, cap, self.ledger, self.shape.device).placed(most)
         for a, b in zip(new.planes, s.buffer.planes):
             for to, of, slots in zip(a, b, index.expand(heads, -1)):  # a head's rows lie together, and move whole
                 torch.index_select(of, 0, slots, out=to[:count])
         s.buffer.drop()
         s.buffer, s.n, s.said = new, count, wide
         new.positions[:wide, :count] = kept
-        return count * heads * entry_bytes(self.codec, self.shape)
+        return count * heads * entry_bytes(self.format, self.shape)
 
     def _split(self, rows: Sequence[Tensor], room: int) -> int:
         """Every head keeps the slots listed for it; heads that keep equally many share a slab."""
@@ -340,14 +354,14 @@ class LayerKV:
         slabs, moved = [], 0
         for count, heads in groups.items():
             cap = min(rounded(count + room), *(old[head][0].buffer.cap for head in heads))
-            new = Buffer(self.codec, self.shape, (wide := len(heads)), cap, self.ledger).placed(wide)
+            new = Buffer(self.kinds, (wide := len(heads)), cap, self.ledger, self.shape.device).placed(wide)
             for i, head in enumerate(heads):
                 s, j = old[head]
                 for a, b in zip((*new.planes, new.positions), (*s.buffer.planes, self.positions(s))):
                     torch.index_select(b[min(j, len(b) - 1)], 0, rows[head], out=a[i, :count])
             whole = len(heads) == self.shape.heads
             slabs.append(Slab(new, count, None if whole else torch.tensor(heads, device=self.shape.device), wide))
-            moved += count * len(heads) * entry_bytes(self.codec, self.shape)
+            moved += count * len(heads) * entry_bytes(self.format, self.shape)
         for s in self.slabs:
             s.buffer.drop()
         self.slabs = slabs
@@ -357,9 +371,10 @@ class LayerKV:
         """The same committed rows, shared until either side writes."""
         assert not self.fresh
         twin = object.__new__(LayerKV)
-        twin.shape, twin.codec, twin.ledger, twin.wide = self.shape, self.codec, self.ledger, self.wide
+        twin.shape, twin.format, twin.ledger, twin.wide = self.shape, self.format, self.ledger, self.wide
+        twin.kinds = self.kinds
         twin.slabs = [Slab(s.buffer.share(), s.n, s.heads, s.said, s.base) for s in self.slabs]
-        twin.sealed = None if self.sealed is None else self.sealed.fork()
+        twin.blocks = None if self.blocks is None else self.blocks.fork()
         twin.beside, twin._wants = self.beside.share(), self._wants
         twin.version, twin.fresh, twin._pending, twin._ids = self.version, 0, (), None
         return twin
@@ -378,9 +393,9 @@ class LayerKV:
 
     def _leave(self) -> None:
         self.slabs = []
-        if self.sealed is not None:
-            self.sealed.close()
-        self.sealed = None
+        if self.blocks is not None:
+            self.blocks.close()
+        self.blocks = None
         self.version += 1
         self.beside = self.beside.left()
 

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from phasewise.kv.buffer import Codec
+from phasewise.kv.format import RowFormat
 
 if TYPE_CHECKING:
     from phasewise.kv.beside import Beside
-    from phasewise.kv.packed import PackedBlocks
+    from phasewise.kv.blocks import PackedBlocks
 
 
 @dataclass(slots=True)
 class KVPart:
-    """Rows of some KV heads: `planes` [h, N, ...] as the codec keeps them; `k`, `v` and `take` as the model made them.
+    """Rows of some KV heads: `planes` [h, N, ...] as the format keeps them; `k`, `v` and `take` as the model made them.
 
     The last `fresh` of the N rows are this step's, and `ids` their rows in the span (None = 0, 1, 2, ...). `heads`
     None = all KV heads. `derived` is shared by the parts of a layer and emptied whenever committed rows move or go;
@@ -26,7 +26,7 @@ class KVPart:
     """
 
     planes: Sequence[Tensor]
-    codec: Codec
+    format: RowFormat
     dtype: torch.dtype
     n: int  # committed rows
     fresh: int
@@ -60,17 +60,17 @@ class KVPart:
 
     def _decoded(self) -> tuple[Tensor, Tensor]:
         if self._whole is None:
-            self._whole = self.codec.decode(self.planes, self.dtype)
+            self._whole = self.format.decode(self.planes, self.dtype)
         return self._whole
 
     def take(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [h, S, D] of the slots `index` [h, S]; no other row is read or decoded."""
         heads = torch.arange(index.shape[0], device=index.device)[:, None]
-        return self.codec.decode([plane[heads, index] for plane in self.planes], self.dtype)
+        return self.format.decode([plane[heads, index] for plane in self.planes], self.dtype)
 
     def between(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values [h, stop - start, D] of consecutive slots; no other row is read or decoded."""
-        return self.codec.decode([plane[:, start:stop] for plane in self.planes], self.dtype)
+        return self.format.decode([plane[:, start:stop] for plane in self.planes], self.dtype)
 
     def keys(self, start: int, stop: int) -> Tensor:
         """The keys of `between`."""

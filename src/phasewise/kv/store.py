@@ -8,10 +8,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from phasewise.kv.beside import Wants
-from phasewise.kv.blocks import booked
-from phasewise.kv.buffer import PLACE, Codec, KVShape, Ledger, entry_bytes, rounded
+from phasewise.kv.buffer import PLACE, Ledger, rounded
 from phasewise.kv.cache import KV
 from phasewise.kv.drawers import Drawers, Draws, Room
+from phasewise.kv.format import KVShape, RowFormat, booked, entry_bytes
 from phasewise.kv.layer_kv import LayerKV
 from phasewise.kv.left import RetainedKV
 from phasewise.kv.prefix import LayerRows, PrefixCache
@@ -53,7 +53,7 @@ class Store:
     def __init__(
         self,
         shapes: Sequence[KVShape],
-        codec: Codec,
+        format: RowFormat,
         *,
         ledger: Ledger,
         counters: Counters,
@@ -61,7 +61,7 @@ class Store:
         wire: Wire | None = None,
     ) -> None:
         self.shapes = list(shapes)
-        self.codec = codec
+        self.format = format
         self.wire = wire
         self.counters = counters
         self.ledger = ledger
@@ -69,7 +69,8 @@ class Store:
         key, unit = self.sharing.prefix_key, self.sharing.unit
         self.prefixes = self.sharing.prefixes or PrefixCache(ledger)
         self.tree = self.prefixes.tree(key, unit) if key is not None else None
-        self.row_bytes = sum(entry_bytes(codec, shape) * shape.heads for shape in self.shapes)  # of a token, all layers
+        # of a token, in all layers
+        self.row_bytes = sum(entry_bytes(format, shape) * shape.heads for shape in self.shapes)
 
         self.expect((), False)
         self.wants: list[Wants | None] = [None] * len(self.shapes)  # beside the rows of each layer
@@ -94,12 +95,12 @@ class Store:
         rows = rounded(tokens)
         beside = sum(wants(rows) for wants in self.wants if wants is not None)
         beside += max(sum(draws(Room(rows, rows, prompt)) for draws in self.draws) for prompt in (False, True))
-        return rows * self.row_room + beside + sum(booked(self.codec, shape, rows) for shape in self.shapes)
+        return rows * self.row_room + beside + sum(booked(self.format, shape, rows) for shape in self.shapes)
 
     def layers(self, cap: int) -> Iterator[LayerKV]:
         """One after another, with room for `cap` rows each."""
         for shape, wants, wide in zip(self.shapes, self.wants, self.wide):
-            yield LayerKV(shape, self.codec, self.ledger, cap, wants, wide)
+            yield LayerKV(shape, self.format, self.ledger, cap, wants, wide)
 
     def made(self, layers: Iterable[LayerKV]) -> KV:
         """A KV of these layers."""

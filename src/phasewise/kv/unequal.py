@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from phasewise.kv.buffer import entry_bytes
+from phasewise.kv.format import entry_bytes
 from phasewise.kv.layer_kv import LayerKV, Slab
 from phasewise.ops.native.abi import HeadStruct, Structures
 from phasewise.ops.native.spans import BLOCK
@@ -40,7 +40,7 @@ class Unequal:
         structs, self.missing = list[HeadStruct](), 0
         self._ends = Counter[int]()  # of the sinks of narrow heads: the bytes of a row of theirs
         for i, layer in enumerate(layers):
-            each = entry_bytes(layer.codec, layer.shape)
+            each = entry_bytes(layer.format, layer.shape)
             for head, (slab, place) in enumerate(by_head(layer)):
                 begin, window, sinks = longest - slab.n, 0, 0
                 self.missing += begin * each
@@ -73,7 +73,7 @@ def by_head(layer: LayerKV) -> list[tuple[Slab, int]]:
 def _addresses(layer: LayerKV, slab: Slab, place: int, begin: int) -> tuple[int, int, int, int]:
     """Where slot 0 of a slab's head would be, its first row being slot `begin`: of k, v and their scales (or 0, 0)."""
     first, dim = place * slab.buffer.cap - begin, layer.shape.dim
-    if layer.codec.scaled:
+    if layer.format.scaled:
         k, k_scale, v, v_scale = slab.buffer.addresses
         return k + first * dim, v + first * dim, k_scale + 2 * first, v_scale + 2 * first
     k, v = slab.buffer.addresses

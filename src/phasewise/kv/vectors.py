@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from phasewise.kv.buffer import entry_bytes
+from phasewise.kv.format import entry_bytes
 from phasewise.kv.layer_kv import LayerKV
 from phasewise.ops.native.abi import LayerChoiceStruct, Structures
 from phasewise.ops.native.choice import ALL, Ways
@@ -95,7 +95,7 @@ class VectorTable:
                 structs.append(LayerChoiceStruct(way=ALL))
                 continue
             structs.append(Ways.layer(own.vectors, own.sums, scale))
-            self.slot = entry_bytes(layer.codec, layer.shape)
+            self.slot = entry_bytes(layer.format, layer.shape)
             self.row_bytes += self.slot * layer.shape.heads
             self.made_bytes += (self.slot // 2 if own.sums is None else self.slot) * layer.shape.heads
             self.each += own.vectors[:, :, :1].nbytes

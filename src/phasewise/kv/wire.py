@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from phasewise.kv.buffer import Codec
+from phasewise.kv.format import RowFormat
 
 Dump = list[dict[str, Any]]  # KV.dump
 DIGEST = 16  # bytes
@@ -72,9 +72,9 @@ class Numbers:
     """A wire over rows that are kept in a form of their own, row by row: they leave as numbers, and are put into that
     form again where they arrive, or stay."""
 
-    def __init__(self, wire: Wire, codec: Codec, dtype: torch.dtype) -> None:
-        self._wire, self._codec, self._dtype = wire, codec, dtype
-        self.form, self.fixed = f"{wire.form}, kept by {type(codec).__name__}", wire.fixed
+    def __init__(self, wire: Wire, format: RowFormat, dtype: torch.dtype) -> None:
+        self._wire, self._format, self._dtype = wire, format, dtype
+        self.form, self.fixed = f"{wire.form}, kept by {type(format).__name__}", wire.fixed
 
     def encode(self, dumped: Dump, origin: RowsOrigin) -> Encoded:
         return self._wire.encode(self._opened(dumped), origin)
@@ -89,11 +89,11 @@ class Numbers:
         self._wire.delivered(n_bytes, seconds)
 
     def _opened(self, dumped: Dump) -> Dump:
-        planes = [piece["planes"] and [*self._codec.decode(piece["planes"], self._dtype)] for piece in dumped]
+        planes = [piece["planes"] and [*self._format.decode(piece["planes"], self._dtype)] for piece in dumped]
         return [{**piece, "planes": each} for piece, each in zip(dumped, planes)]
 
     def _kept(self, dumped: Dump) -> Dump:
-        planes = [piece["planes"] and [*self._codec.encode(*piece["planes"])] for piece in dumped]
+        planes = [piece["planes"] and [*self._format.encode(*piece["planes"])] for piece in dumped]
         return [{**piece, "planes": each} for piece, each in zip(dumped, planes)]
 
 

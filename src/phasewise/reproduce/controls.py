@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from phasewise.kv.blocks import BlockCut
-from phasewise.kv.buffer import Codec, KVShape, Raw
+from phasewise.kv.format import BlockCut, KVShape, Raw, RowFormat
 from phasewise.kv.wire import Wire
 from phasewise.methods.attend.zero_tuning import Tuned, ZeroTuning
 from phasewise.methods.draft.swift import SelfDrafter, Swift
@@ -260,7 +259,7 @@ class Coarse(Control, Storing):
     steps: int
     traits: ClassVar[Traits] = Traits("store")
 
-    def codec(self) -> Codec:
+    def format(self) -> RowFormat:
         return Raw()
 
     def wire(self, shapes: Sequence[KVShape], unit: int) -> Wire:
@@ -285,7 +284,7 @@ class Swapped(Control, Storing):
     residual: int
     traits: ClassVar[Traits] = Traits("store", packs_blocks=True)
 
-    def codec(self) -> Codec:
+    def format(self) -> RowFormat:
         return Grouped(self.bits, self.group, (BlockCut(1, self.residual), BlockCut(self.residual)), (False, True))
 
 
@@ -300,7 +299,7 @@ class Elsewhere(Control, Storing):
     sparse: float
     traits: ClassVar[Traits] = Traits("store", packs_blocks=True)
 
-    def codec(self) -> Codec:
+    def format(self) -> RowFormat:
         cut = BlockCut(self.block)
         return _Elsewhere(self.bits, self.group, (cut, cut), rank=self.rank, sparse=self.sparse)
 

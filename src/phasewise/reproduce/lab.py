@@ -13,7 +13,7 @@ from phasewise.builder import Builder
 from phasewise.cluster.engine_spec import EngineSpec
 from phasewise.engine.assembly import kv_shapes
 from phasewise.engine.limits import Limits
-from phasewise.kv.buffer import Raw, entry_bytes
+from phasewise.kv.format import Raw, entry_bytes
 from phasewise.load import dtype_of
 from phasewise.model.model import Model
 from phasewise.options import parse

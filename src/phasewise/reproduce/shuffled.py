@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phasewise.kv.buffer import Codec
+from phasewise.kv.format import RowFormat
 from phasewise.methods.store.zipcache import Saliency, ZipCache
 from phasewise.reproduce.controls import Control, drawn
 from phasewise.request.request import Request
@@ -26,8 +26,8 @@ class PermutedClasses(Control, Storing):
     def traits(self) -> Traits:
         return self.of.traits
 
-    def codec(self) -> Codec:
-        return self.of.codec()
+    def format(self) -> RowFormat:
+        return self.of.format()
 
     def bind(self, host: Host) -> _Shuffled:
         return _Shuffled(self.of, host.model.config)

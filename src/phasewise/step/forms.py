@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from phasewise.kv.blocks import SIDES, marking
-from phasewise.kv.packed import Later, ahead, packed
+from phasewise.kv.blocks import LazyPlanes, ahead, packed
+from phasewise.kv.format import SIDES
 from phasewise.kv.part import KVPart
 from phasewise.ops.native.stack import StackSpan
 from phasewise.step.span import Span
 
 if TYPE_CHECKING:
-    from phasewise.kv.blocks import BlockCut, Sealed
+    from phasewise.kv.blocks import LayerBlocks
     from phasewise.kv.contiguous import ContiguousView
+    from phasewise.kv.format import BlockCut
     from phasewise.kv.layer_kv import LayerKV
 
 
@@ -39,15 +40,15 @@ class Group:
 
 def groups(span: Span, cache: LayerKV) -> list[Group]:
     """The rows of a span by form; the span itself where they have one. Its rows are in the KV, uncommitted."""
-    assert cache.sealed is not None and cache.fresh == span.first + span.rows, "all rows run this layer"
-    keys, values = cache.sealed.codec.cuts
+    assert cache.blocks is not None and cache.fresh == span.first + span.rows, "all rows run this layer"
+    keys, values = cache.blocks.format.cuts
     found: dict[tuple[int, int, tuple[int, ...]], list[int]] = {}
     for row, path in enumerate(_paths(span)):
         seen = cache.n + len(path)
         k, v = keys.sealed(seen), values.sealed(seen)
         found.setdefault((k, v, tuple(path[: max(0, max(k, v) - cache.n)])), []).append(row)
     now = keys.sealed(cache.n), values.sealed(cache.n), ()
-    if marking(cache.codec) is not None and list(found) != [now]:
+    if cache.blocks.format.by_saliency and list(found) != [now]:
         assert span.phase.evict is None, "rows of a text end a step at a border"
         found = {now: list(range(span.rows))}  # a guess that runs ahead, of which nothing stays
     every = []
@@ -100,7 +101,7 @@ def natively(span: Span, flat: ContiguousView, cuts: Sequence[BlockCut], whole: 
 def parts(cache: LayerKV, found: Sequence[Group]) -> list[KVPart]:
     """One part for each group: what it reads of a layer. Blocks are opened once for all, and only where no kernel reads
     them packed."""
-    (whole,), sealed = cache.read(), cache.sealed
+    (whole,), sealed = cache.read(), cache.blocks
     assert sealed is not None
     made = []
     if whole.packed is not None:
@@ -109,7 +110,7 @@ def parts(cache: LayerKV, found: Sequence[Group]) -> list[KVPart]:
         ahead([(sealed, tail, base)], most)
     for group in found:
         after = [whole.n + fresh for fresh in group.path]
-        part = replace(whole, planes=Later(partial(_formed, sealed, whole, group, after)))
+        part = replace(whole, planes=LazyPlanes(partial(_formed, sealed, whole, group, after)))
         if whole.packed is not None:
             part.packed = packed(sealed, tail, base, whole.n, group.upto, after)
         part.bytes = sealed.read_bytes(group.upto, whole.size[1])
@@ -117,6 +118,6 @@ def parts(cache: LayerKV, found: Sequence[Group]) -> list[KVPart]:
     return made
 
 
-def _formed(sealed: Sealed, whole: KVPart, group: Group, after: Sequence[int]) -> list[Tensor]:
+def _formed(sealed: LayerBlocks, whole: KVPart, group: Group, after: Sequence[int]) -> list[Tensor]:
     """Keys and values as a group reads them, opened."""
     return [sealed.formed(side, whole.planes[side], group.upto[side], whole.n, after) for side in SIDES]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from phasewise.kv.buffer import entry_bytes
+from phasewise.kv.format import entry_bytes
 from phasewise.model.lowrank import Delta, Deltas
 from phasewise.request.counters import Counters
 from phasewise.step import reference
@@ -77,13 +77,13 @@ class OpenStep:
         """q [T, Hq, D], k, v [T, H, D] -> [T, Hq, D]; every span's rows read what its plan says."""
         out = torch.empty_like(q)
         k, v = k.transpose(0, 1), v.transpose(0, 1)  # [H, T, D]
-        form, width = None, 0  # of the last entry's rows: their codec, and the bytes of one
+        form, width = None, 0  # of the last entry's rows: their format, and the bytes of one
         for plan, entries in self._groups:
             reads: list[Read] = []
             for entry in entries:
                 cache = entry.span.kv.layers[layer]
-                if cache.codec is not form:
-                    form, width = cache.codec, entry_bytes(cache.codec, cache.shape) * cache.shape.heads
+                if cache.format is not form:
+                    form, width = cache.format, entry_bytes(cache.format, cache.shape) * cache.shape.heads
                 self.counters.kv_bytes_written += (entry.at.stop - entry.at.start) * width
                 cache.append(k[:, entry.at], v[:, entry.at], entry.positions, entry.ids)
                 reads.extend(self._reads(layer, entry, q[entry.at]))
@@ -96,7 +96,7 @@ class OpenStep:
     def _reads(self, layer: int, entry: _Entry, q: Tensor) -> list[Read]:
         reads = []
         cache = entry.span.kv.layers[layer]
-        if cache.sealed is not None and cache.sealed.active:
+        if cache.blocks is not None and cache.blocks.active:
             return self._sealed_reads(layer, entry, q)
         for part in cache.read():
             read = Read(self.inside, layer, entry.span, queries_of(part, q, cache.shape.heads), part)

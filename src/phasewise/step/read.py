@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from phasewise.kv.buffer import Raw, entry_bytes
+from phasewise.kv.format import Raw, entry_bytes
 from phasewise.ops import attention as ops
 from phasewise.ops.native import listed, prefill
 from phasewise.ops.native import spans as native
@@ -152,7 +152,7 @@ class Read:
             self.count(part.size[1])
             if self.answer is not None:
                 return self.answer
-            if part.codec.scaled and (kv := self._as_it_lies()) is not None:
+            if part.format.scaled and (kv := self._as_it_lies()) is not None:
                 k, v, scales = kv
                 return prefill.causal(self.q, k, v, spec.scale, scales, native.SeenWindow(0, block=self.span.block))
             return ops.causal(self.q, part.k, part.v, spec.scale, self.span.block)
@@ -167,7 +167,7 @@ class Read:
                 return self.gathered(index.expand(part.size[0], -1, -1), valid)
         self.count(part.size[1])
         if self._moved is None:
-            many = part.codec.scaled and mask is not None and self.q.shape[0] > 1
+            many = part.format.scaled and mask is not None and self.q.shape[0] > 1
             if many and (kv := self._as_it_lies()) is not None:
                 k, v, scales = kv
                 return prefill.masked(self.q, k, v, mask, (spec.scale, spec.softcap or 0.0), scales)
@@ -191,10 +191,10 @@ class Read:
     def _as_it_lies(self) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None] | None:
         """Keys, values and their scales as the prompt's kernel reads them, where nothing needs to be decoded for it."""
         scales = None
-        if self.part.codec.scaled:
+        if self.part.format.scaled:
             k, k_scale, v, v_scale = self.part.planes
             scales = k_scale, v_scale
-        elif isinstance(self.part.codec, Raw):
+        elif isinstance(self.part.format, Raw):
             k, v = self.part.planes
         else:
             return None
@@ -241,10 +241,10 @@ class Read:
         part, spec = self.part, self.step.model.config.attention[self.layer]
         if self._moved is not None or spec.softcap is not None:
             return None
-        if part.codec.scaled:
+        if part.format.scaled:
             k, k_scale, v, v_scale = part.planes
             rows = listed.Listed(self.q, k, v, slots, (k_scale, v_scale))
-        elif isinstance(part.codec, Raw):
+        elif isinstance(part.format, Raw):
             k, v = part.planes
             rows = listed.Listed(self.q, k, v, slots)
         else:  # what need not be decoded is not
@@ -307,10 +307,10 @@ class Read:
             few = native.Few(self.q, lie.tail[0], lie.tail[1], sees, lie.base, seen=seen, sealed=lie.sides)
             if native.fits(few):
                 return few
-        if part.codec.scaled:
+        if part.format.scaled:
             k, k_scale, v, v_scale = (plane[:, start:] for plane in part.planes)
             few = native.Few(self.q, k, v, sees, start, (k_scale, v_scale), seen)
-        elif start and not isinstance(part.codec, Raw):  # what need not be decoded is not
+        elif start and not isinstance(part.format, Raw):  # what need not be decoded is not
             few = native.Few(self.q, *part.between(start, part.size[1]), sees, start, seen=seen)
         else:
             few = native.Few(self.q, part.k, part.v, sees, seen=seen)
@@ -331,7 +331,7 @@ class Read:
     def count_entries(self, entries: int) -> None:
         """`entries` (row, KV head) pairs were read."""
         layer = self.span.kv.layers[self.layer]
-        self.count_bytes(entries * entry_bytes(layer.codec, layer.shape))
+        self.count_bytes(entries * entry_bytes(layer.format, layer.shape))
 
     def count_keys(self, entries: int) -> None:
         """Keys of `entries` (row, KV head) pairs were read, and their values were not."""
@@ -340,7 +340,7 @@ class Read:
             self.count_bytes(self.part.bytes * entries // (heads * rows) // 2)
         else:
             layer = self.span.kv.layers[self.layer]
-            self.count_bytes(entries * entry_bytes(layer.codec, layer.shape) // 2)
+            self.count_bytes(entries * entry_bytes(layer.format, layer.shape) // 2)
 
     def count_bytes(self, n: int) -> None:
         """`n` bytes of KV, or of what is kept beside it, were read."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from phasewise.verbs.slot import LayerRuntime
 
 if TYPE_CHECKING:
-    from phasewise.kv.buffer import KVShape
+    from phasewise.kv.format import KVShape
     from phasewise.request.request import Request
     from phasewise.step.plan import AttentionPlan
     from phasewise.step.span import Span
@@ -35,8 +35,8 @@ class Evict(LayerRuntime, ABC):
 
     saliency: Callable[[Request, int, int, int], Tensor] | None = None
     """(request, layer, start, stop) -> float32 [stop - start]: how much the committed rows start .. stop - 1 matter.
-    A store whose codec ranks rows (`kv/blocks.py: Marked`) asks as a block is packed, after `stayed`, and for all of a
-    prompt's blocks at once."""
+    A store whose format is by saliency (`kv/format.py: BlockFormat`) asks as a block is packed, after `stayed`, and for
+    all of a prompt's blocks at once."""
 
     def places(self, layer: int, shape: KVShape) -> int:
         """The number of KV heads of a layer whose kept positions are stored with the rows, for which memory is booked:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from phasewise.kv.buffer import KVShape
     from phasewise.kv.drawers import Room
+    from phasewise.kv.format import KVShape
     from phasewise.model.lowrank import Delta
     from phasewise.step.span import Span
 

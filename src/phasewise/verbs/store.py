@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from phasewise.kv.buffer import Codec, KVShape
+    from phasewise.kv.format import KVShape, RowFormat
     from phasewise.kv.wire import Wire
 
 
 class Storing(ABC):
-    """store: in what form is KV kept, shared and shipped? Codecs, the forms, are described in kv/buffer.py and, where
-    finished rows are packed in blocks, in kv/blocks.py."""
+    """store: in what form is KV kept, shared and shipped? kv/format.py describes the forms: of
+    rows, and of blocks of finished rows."""
 
     @abstractmethod
-    def codec(self) -> Codec:
+    def format(self) -> RowFormat:
         """The form in which rows are kept."""
 
     def wire(self, shapes: Sequence[KVShape], unit: int) -> Wire | None:

@@ -13,7 +13,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from phasewise.errors import UserError
-from phasewise.kv.buffer import KVShape
+from phasewise.kv.format import KVShape
 from phasewise.methods._amounts import check_amount
 from phasewise.methods.attend._select import RowScorer, grouped, tally
 from phasewise.model.artefacts import Artefact

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phasewise.errors import UserError
-from phasewise.kv.buffer import KVShape, rounded
+from phasewise.kv.buffer import rounded
+from phasewise.kv.format import KVShape
 from phasewise.kv.vectors import Kept
 from phasewise.methods.attend._select import grouped, tally
 from phasewise.methods.attend.dense import Dense

@@ -13,7 +13,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from phasewise.errors import UserError
-from phasewise.kv.buffer import KVShape, rounded
+from phasewise.kv.buffer import rounded
+from phasewise.kv.format import KVShape
 from phasewise.kv.pages import PageKeys
 from phasewise.methods.attend._select import grouped
 from phasewise.step.plan import EVERYTHING, AttentionPlan, KernelScores, Rivals, Scores, TopK

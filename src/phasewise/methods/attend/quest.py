@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
-from phasewise.kv.buffer import KVShape, rounded
+from phasewise.kv.buffer import rounded
+from phasewise.kv.format import KVShape
 from phasewise.kv.pages import PageKeys
 from phasewise.kv.part import KVPart
 from phasewise.methods.attend._select import grouped

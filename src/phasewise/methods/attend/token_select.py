@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
-from phasewise.kv.buffer import KVShape
 from phasewise.kv.drawers import Room
+from phasewise.kv.format import KVShape
 from phasewise.methods.attend._chunks import Chunks, Close, Sizes
 from phasewise.methods.attend._reuse import Reuse
 from phasewise.methods.attend._select import RowScorer, grouped, tally

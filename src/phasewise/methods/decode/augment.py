@@ -14,8 +14,8 @@ from torch import Tensor
 
 from phasewise.catalog import part
 from phasewise.errors import UserError
-from phasewise.kv.buffer import KVShape
 from phasewise.kv.drawers import Room
+from phasewise.kv.format import KVShape
 from phasewise.methods.attend.dense import Dense
 from phasewise.methods.decode._then import Handing, checked
 from phasewise.model.artefacts import Artefact

@@ -11,7 +11,8 @@ import torch
 
 from phasewise import catalog
 from phasewise.engine.assembly import kv_shapes
-from phasewise.kv.buffer import Ledger, Raw
+from phasewise.kv.buffer import Ledger
+from phasewise.kv.format import Raw
 from phasewise.kv.store import Store
 from phasewise.methods.attend.dense import Dense
 from phasewise.model.model import Model

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
-from phasewise.kv.buffer import ROUND, KVShape
+from phasewise.kv.buffer import ROUND
 from phasewise.kv.drawers import Room
+from phasewise.kv.format import KVShape
 from phasewise.methods.evict._allot import UNIFORM, Spread, allot
 from phasewise.methods.evict._piece import GONE, Ahead, ScorePiece
 from phasewise.ops.native.weighed import Ranking, Weighs

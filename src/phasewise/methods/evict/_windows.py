@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
-from phasewise.kv.buffer import KVShape
+from phasewise.kv.format import KVShape
 from phasewise.request.request import Request
 from phasewise.step.plan import Window
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
-from phasewise.kv.buffer import KVShape
 from phasewise.kv.drawers import Room
+from phasewise.kv.format import KVShape
 from phasewise.methods._amounts import check_amount
 from phasewise.methods.evict._allot import Heads, Spread, allot
 from phasewise.request.request import Request

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, get_args
 from torch import Tensor
 
 from phasewise.errors import UserError
-from phasewise.kv.buffer import KVShape
+from phasewise.kv.format import KVShape
 from phasewise.methods.evict._windows import Dropping
 from phasewise.model.artefacts import Artefact
 from phasewise.model.config import ModelConfig

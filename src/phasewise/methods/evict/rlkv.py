@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
-from phasewise.kv.buffer import KVShape
+from phasewise.kv.format import KVShape
 from phasewise.methods.evict._windows import Dropping, check
 from phasewise.model.artefacts import Artefact
 from phasewise.model.config import ModelConfig

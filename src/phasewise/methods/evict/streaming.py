@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from phasewise.kv.buffer import KVShape
+from phasewise.kv.format import KVShape
 from phasewise.methods.evict._windows import EVERY, Dropping, check
 from phasewise.request.request import Request
 from phasewise.step.plan import EVERYTHING, AttentionPlan, Window

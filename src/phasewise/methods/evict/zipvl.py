@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
-from phasewise.kv.buffer import KVShape
 from phasewise.kv.drawers import Room
+from phasewise.kv.format import KVShape
 from phasewise.model.config import AttentionSpec
 from phasewise.ops.attention import attention, causal
 from phasewise.request.request import Request

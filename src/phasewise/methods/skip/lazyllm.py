@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
-from phasewise.kv.buffer import KVShape
 from phasewise.kv.drawers import Room
+from phasewise.kv.format import KVShape
 from phasewise.model.config import ModelConfig
 from phasewise.request.request import Request
 from phasewise.step.late import Late

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
-from phasewise.kv.blocks import SIDES
-from phasewise.kv.buffer import Kind, KVShape
-from phasewise.kv.packed import Packing
+from phasewise.kv.format import SIDES, Kind, KVShape, Packing
 from phasewise.methods.store._grouped import Grouped
 from phasewise.ops.packing import LARGEST
 

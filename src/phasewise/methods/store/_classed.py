@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from phasewise.kv.blocks import BlockCut, Marked
-from phasewise.kv.buffer import Kind, KVShape, Raw
-from phasewise.kv.packed import Classes
+from phasewise.kv.format import BlockCut, BlockFormat, Classes, Kind, KVShape, Raw
 from phasewise.ops.packing import LARGEST, dequantise, pack, packed, quantise, unpack
 
 
@@ -20,15 +19,17 @@ class _Packed(Raw):
 
 
 @dataclass(frozen=True)
-class Classed(_Packed, Marked):
+class Classed(_Packed, BlockFormat):
     """Blocks of `rows` rows, of all heads of a layer together. Of rows sealed together, `upper` for each block are kept
-    in `high` bits a number, the others in `low`: those with the largest marks, of equal ones the earlier. They lie in
+    in `high` bits a number, the others in `low`: those of the largest saliency, of equal ones the earlier. They lie in
     their class in the order of the text, whichever block that puts them in, so that no place of a class stays empty.
 
     A row's levels lie evenly between its smallest and its largest number, once every channel has been divided by what
     is settled for it: the root of its largest magnitude in the prompt. Planes: which rows are in the upper class, a bit
     each; then of either class steps and lowest levels float16, and levels.
     """
+
+    by_saliency: ClassVar[bool] = True
 
     high: int
     low: int
@@ -64,12 +65,12 @@ class Classed(_Packed, Marked):
         return [scale.to(torch.float16)]
 
     def seal(self, side: int, x: Tensor) -> Sequence[Tensor]:
-        raise NotImplementedError("what becomes of a row hangs on how much it matters: see `classed`")
+        raise NotImplementedError("what becomes of a row hangs on how much it matters: see `seal_ranked`")
 
-    def classed(self, side: int, x: Tensor, marks: Tensor, settled: Sequence[Tensor]) -> Sequence[Tensor]:
-        lead, n, blocks = marks.shape[:-1] or (1,), marks.shape[-1], marks.shape[-1] // self.rows
+    def seal_ranked(self, side: int, x: Tensor, saliency: Tensor, settled: Sequence[Tensor]) -> Sequence[Tensor]:
+        lead, n, blocks = saliency.shape[:-1] or (1,), saliency.shape[-1], saliency.shape[-1] // self.rows
         even = x.transpose(-3, -2).flatten(-2).float() / settled[0].float()  # [L, n, h * D]
-        best = marks.view(*lead, n).sort(descending=True, stable=True).indices[..., : blocks * self.upper]
+        best = saliency.view(*lead, n).sort(descending=True, stable=True).indices[..., : blocks * self.upper]
         chosen = torch.zeros((*lead, n), dtype=torch.bool, device=x.device).scatter_(-1, best, True)
         planes = [pack(chosen.view(*lead, blocks, self.rows).to(torch.uint8), 1)]
         order = chosen.sort(descending=True, stable=True).indices  # the upper class, then the other

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
-from phasewise.kv.blocks import SIDES, BlockCodec, BlockCut
-from phasewise.kv.buffer import Kind, KVShape, Raw
-from phasewise.kv.packed import Packing
+from phasewise.kv.format import SIDES, BlockCut, BlockFormat, Kind, KVShape, Packing, Raw
 from phasewise.ops.packing import by, dequantise, pack, packed, quantise, unpack
 
 
@@ -21,7 +19,7 @@ class _Packed(Raw):
 
 
 @dataclass(frozen=True)
-class Grouped(_Packed, BlockCodec):
+class Grouped(_Packed, BlockFormat):
     """Blocks of keys and of values as `cuts` say. Where `by_channel` [keys, values], a line is what a block has of one
     channel, else what it has of one token; `group` consecutive numbers of a line share their levels, or all of a line
     that has fewer. Planes: steps and lowest levels float16, levels.

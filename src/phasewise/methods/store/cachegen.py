@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 from phasewise.catalog import name_of, part
 from phasewise.errors import UserError
-from phasewise.kv.buffer import Codec, KVShape, Raw
+from phasewise.kv.format import KVShape, Raw, RowFormat
 from phasewise.kv.wire import Numbers, Wire
 from phasewise.methods.store._cachegen import entropy
 from phasewise.methods.store._cachegen.chunked import Chunked, ChunkPlan
@@ -91,9 +91,9 @@ class CacheGen(Method, Storing):
         """Fills the other slots with what `rest` holds."""
         return self.rest.bind(host)
 
-    def codec(self) -> Codec:
-        codec: Codec = self.rest.codec()
-        return codec
+    def format(self) -> RowFormat:
+        format: RowFormat = self.rest.format()
+        return format
 
     def wire(self, shapes: Sequence[KVShape], unit: int) -> Wire | None:
         """For engines with these layers that compute prompts in blocks of `unit` rows; None = rows as they are."""
@@ -103,5 +103,5 @@ class CacheGen(Method, Storing):
         cut = ChunkPlan(level, self.chunk, self.group, self.deadline)
         if level == 0:
             return None
-        wire, codec = Chunked(cut, shapes, self.bandwidth), self.codec()
-        return wire if isinstance(codec, Raw) else Numbers(wire, codec, shapes[0].dtype)
+        wire, format = Chunked(cut, shapes, self.bandwidth), self.format()
+        return wire if isinstance(format, Raw) else Numbers(wire, format, shapes[0].dtype)

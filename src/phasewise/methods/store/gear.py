@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from phasewise.errors import UserError
-from phasewise.kv.blocks import BlockCut
-from phasewise.kv.buffer import Codec, Raw
+from phasewise.kv.format import BlockCut, Raw, RowFormat
 from phasewise.methods.store._approximated import Approximated
 from phasewise.verbs.method import Method
 from phasewise.verbs.store import Storing
@@ -63,7 +62,7 @@ class Gear(Method, Storing):
     def traits(self) -> Traits:
         return Traits("store", packs_blocks=self.bits < 16)
 
-    def codec(self) -> Codec:
+    def format(self) -> RowFormat:
         if self.bits == 16:
             return Raw()
         cut = BlockCut(self.block)

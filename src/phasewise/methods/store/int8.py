@@ -15,7 +15,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from phasewise.kv.buffer import Codec, KVShape, Raw
+from phasewise.kv.format import KVShape, Raw, RowFormat
 from phasewise.verbs.method import Method
 from phasewise.verbs.store import Storing
 from phasewise.verbs.traits import Traits
@@ -39,11 +39,11 @@ class Int8(Method, Storing):
     traits: ClassVar[Traits] = Traits("store")
     budgets: ClassVar[tuple[dict[str, object], ...]] = ({},)
 
-    def codec(self) -> Codec:
+    def format(self) -> RowFormat:
         return _Rounded() if self.bits == 8 else Raw()
 
 
-class _Rounded(Codec):
+class _Rounded(RowFormat):
     """Planes: keys int8 [H, R, D], their scales bfloat16 [H, R], then the same for values."""
 
     exactness = "quantised"

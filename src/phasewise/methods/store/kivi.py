@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from phasewise.errors import UserError
-from phasewise.kv.blocks import BlockCut
-from phasewise.kv.buffer import Codec, Raw
+from phasewise.kv.format import BlockCut, Raw, RowFormat
 from phasewise.methods.store._grouped import Grouped
 from phasewise.verbs.method import Method
 from phasewise.verbs.store import Storing
@@ -56,7 +55,7 @@ class Kivi(Method, Storing):
     def traits(self) -> Traits:
         return Traits("store", packs_blocks=self.bits < 16)
 
-    def codec(self) -> Codec:
+    def format(self) -> RowFormat:
         if self.bits == 16:
             return Raw()
         return Grouped(self.bits, self.group, (BlockCut(self.residual), BlockCut(1, self.residual)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from phasewise.kv.buffer import Codec, Raw
+from phasewise.kv.format import Raw, RowFormat
 from phasewise.verbs.method import Method
 from phasewise.verbs.store import Storing
 from phasewise.verbs.traits import Traits
@@ -21,5 +21,5 @@ class SlabStore(Method, Storing):
     neutral: ClassVar[dict[str, object]] = {}
     traits: ClassVar[Traits] = Traits("store")
 
-    def codec(self) -> Codec:
+    def format(self) -> RowFormat:
         return Raw()

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
-from phasewise.kv.buffer import Codec, KVShape, Raw
 from phasewise.kv.drawers import Room
+from phasewise.kv.format import KVShape, Raw, RowFormat
 from phasewise.methods.store._classed import Classed
 from phasewise.model.config import ModelConfig
 from phasewise.ops.native.weighed import Weighed, Weighs
@@ -89,7 +89,7 @@ class ZipCache(Method, Storing):
     def raw(self) -> bool:
         return self.high == 16
 
-    def codec(self) -> Codec:
+    def format(self) -> RowFormat:
         if self.raw:
             return Raw()
         return Classed(self.high, self.low, self.gap, round(self.important * self.gap))

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from phasewise.bench.forced import STRETCH, Forced, ForcedTokens, write
 from phasewise.bench.prompts import begin_of, text_prompts
-from phasewise.kv.blocks import SIDES, BlockCodec, BlockCut
-from phasewise.kv.buffer import KVShape
+from phasewise.kv.format import SIDES, BlockCut, BlockFormat, KVShape
 from phasewise.reproduce import loads
 from phasewise.reproduce.lab import Lab
 from phasewise.reproduce.play import PlayedRun
@@ -66,14 +65,14 @@ def rows_of_a_prompt(lab: Lab, length: int = 1024, model: str = "pocket") -> lis
 
 
 @torch.inference_mode()
-def errors(rows: Sequence[tuple[Tensor, Tensor]], codec: BlockCodec) -> tuple[float, float]:
+def errors(rows: Sequence[tuple[Tensor, Tensor]], format: BlockFormat) -> tuple[float, float]:
     """The error of packed keys and values as a share of their norm, a mean over the layers."""
     off: tuple[list[float], list[float]] = [], []
     for layer in rows:
         for side, x in enumerate(layer):
-            x = x[:, : x.shape[1] // codec.cuts[side].rows * codec.cuts[side].rows]
+            x = x[:, : x.shape[1] // format.cuts[side].rows * format.cuts[side].rows]
             shape = KVShape(x.shape[0], x.shape[2], x.dtype)
-            back = codec.open(side, codec.seal(side, x), shape)
+            back = format.open(side, format.seal(side, x), shape)
             off[side].append(float((back - x).norm() / x.norm()))
     return statistics.fmean(off[0]), statistics.fmean(off[1])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from phasewise.kv.blocks import BlockCut
+from phasewise.kv.format import BlockCut
 from phasewise.methods.store._approximated import Approximated
 from phasewise.methods.store._grouped import Grouped
 from phasewise.reproduce import loads
@@ -30,7 +30,7 @@ CLOSE = 0.02  # nats per token
 ON = Setting({"store": f"gear:bits={BITS},group={GROUP},block={BLOCK},rank={RANK},sparse={SPARSE}"})
 
 
-def codec(rank: int = RANK, sparse: float = SPARSE) -> Approximated:
+def format(rank: int = RANK, sparse: float = SPARSE) -> Approximated:
     return Approximated(BITS, GROUP, CUTS, rank=rank, sparse=sparse)
 
 
@@ -40,7 +40,7 @@ def bits(case: Case) -> tuple[float, float]:
     product = 16 * RANK * (BLOCK + dim) / (BLOCK * dim)
     lines = (BLOCK, dim)  # numbers of a channel, of a token
     keys, values = (
-        BITS + 32 / min(GROUP, along) + product + 32 * 2 * codec().outliers(along) / along for along in lines
+        BITS + 32 / min(GROUP, along) + product + 32 * 2 * format().outliers(along) / along for along in lines
     )
     return keys, values
 
@@ -48,8 +48,8 @@ def bits(case: Case) -> tuple[float, float]:
 def order(lab: Lab) -> AttemptOutcome:
     """Each part brings the rows of a prompt nearer to what they were."""
     rows = blocks.rows_of_a_prompt(lab)
-    codecs = (Grouped(BITS, GROUP, CUTS), codec(sparse=0), codec())
-    off = [statistics.fmean(blocks.errors(rows, each)) for each in codecs]
+    formats = (Grouped(BITS, GROUP, CUTS), format(sparse=0), format())
+    off = [statistics.fmean(blocks.errors(rows, each)) for each in formats]
     said = ", ".join(f"{share:.3f}" for share in off)
     return AttemptOutcome(
         off[0] > off[1] > off[2], f"{said} of their norm: bits alone, with the product, with outliers apart"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from phasewise.engine.assembly import kv_shapes
-from phasewise.kv.buffer import Raw, entry_bytes
+from phasewise.kv.format import Raw, entry_bytes
 from phasewise.reproduce import loads
 from phasewise.reproduce.lab import Lab
 from phasewise.reproduce.play import LoadEntry, PlayedRun, ask

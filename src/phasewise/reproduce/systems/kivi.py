@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from phasewise.kv.blocks import BlockCut
-from phasewise.kv.buffer import Codec
+from phasewise.kv.format import BlockCut, RowFormat
 from phasewise.methods.store._grouped import Grouped
 from phasewise.reproduce import loads
 from phasewise.reproduce.controls import Control, Swapped
@@ -35,7 +34,7 @@ class InBits(Control, Storing):
     bits: int
     traits: ClassVar[Traits] = Traits("store", packs_blocks=True)
 
-    def codec(self) -> Codec:
+    def format(self) -> RowFormat:
         return Grouped(self.bits, GROUP, CUTS)
 
 

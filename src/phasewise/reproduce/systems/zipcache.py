@@ -7,8 +7,7 @@ import statistics
 import torch
 from torch import Tensor
 
-from phasewise.kv.blocks import SIDES
-from phasewise.kv.buffer import KVShape
+from phasewise.kv.format import SIDES, KVShape
 from phasewise.methods.store._classed import Classed
 from phasewise.methods.store.zipcache import SUMS, ZipCache, probed
 from phasewise.reproduce import loads
@@ -89,16 +88,16 @@ def found(lab: Lab) -> AttemptOutcome:
 
 def separable(lab: Lab) -> AttemptOutcome:
     """Errors of rows at two bits with channels at one scale, and as they are."""
-    codec = Classed(LOW, LOW, GAP, 0)
+    format = Classed(LOW, LOW, GAP, 0)
     off: tuple[list[float], list[float]] = ([], [])
     for layer in blocks.rows_of_a_prompt(lab):
         for side, x in zip(SIDES, layer):
             x = x[:, : x.shape[1] // GAP * GAP]
             for scaled in (False, True):
-                settled = [plane[:, None] for plane in codec.settle(side, x)]
+                settled = [plane[:, None] for plane in format.settle(side, x)]
                 settled = settled if scaled else [torch.ones_like(plane) for plane in settled]
-                planes = codec.classed(side, x, torch.zeros(x.shape[1]), settled)
-                back = codec.open(side, [*planes, *settled], KVShape(x.shape[0], x.shape[2], x.dtype))
+                planes = format.seal_ranked(side, x, torch.zeros(x.shape[1]), settled)
+                back = format.open(side, [*planes, *settled], KVShape(x.shape[0], x.shape[2], x.dtype))
                 off[scaled].append(float((back - x).norm() / x.norm()))
     plain, one = map(statistics.fmean, off)
     return AttemptOutcome(one < 0.8 * plain, f"{one:.3f} of their norm with channels at one scale, {plain:.3f} without")

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from phasewise.engine.assembly import kv_shapes
 from phasewise.known.corpus import sources
-from phasewise.kv.buffer import Ledger, Raw
+from phasewise.kv.buffer import Ledger
+from phasewise.kv.format import Raw
 from phasewise.kv.store import Store
 from phasewise.load import files_of, load_model
 from phasewise.methods.attend.double_sparsity import DoubleSparsity

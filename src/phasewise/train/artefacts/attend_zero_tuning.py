@@ -19,7 +19,8 @@ from torch import Tensor
 
 from phasewise.engine.assembly import kv_shapes
 from phasewise.errors import UserError
-from phasewise.kv.buffer import Ledger, Raw
+from phasewise.kv.buffer import Ledger
+from phasewise.kv.format import Raw
 from phasewise.kv.store import Store
 from phasewise.methods.attend.dense import Dense
 from phasewise.methods.attend.zero_tuning import Tuned, ZeroTuning

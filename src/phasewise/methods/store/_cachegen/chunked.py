@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phasewise.kv.buffer import KVShape
+from phasewise.kv.format import KVShape
 from phasewise.kv.wire import Dump, Encoded, Misfit, RowsOrigin, bits_of, from_bits, opened, sealed
 from phasewise.methods.store._cachegen import entropy
 from phasewise.methods.store._cachegen.pacing import LinkPacer
