@@ -1,4 +1,5 @@
-"""What methods derive from a layer's rows and keep beside them (page bounds, say), within bytes booked in the ledger.
+"""Derived data, such as the bounds of pages: methods work it out from a layer's rows and keep it beside them. Its bytes
+are booked in the ledger.
 
 Bytes are booked ahead, when room for rows is made, so that deriving takes none: what was admitted goes on. A method
 says how much it may want (`verbs/attend.py`); what it keeps beyond that is booked where there is room, else not kept.
@@ -17,18 +18,18 @@ Wants = Callable[[int], int]
 
 
 class Derived(Protocol):
-    """What a method has worked out from committed rows (page bounds, say)."""
+    """Data that a method has worked out from committed rows, such as the bounds of pages."""
 
     @property
     def bytes(self) -> int:
-        """Of its tensors."""
+        """Bytes of its tensors."""
         ...
 
     def fork(self) -> Derived: ...
 
 
 class Beside:
-    """What is kept beside one layer's rows, by key, and the bytes booked for it.
+    """Derived data of one layer by key, and the bytes booked for it.
 
     Forks share one, which counts once, until either side makes room to write or its rows change; then each has one of
     its own, and what they still share counts for each.
@@ -43,7 +44,7 @@ class Beside:
 
     @property
     def bytes(self) -> int:
-        """Of what is kept now; never more than are booked."""
+        """Bytes of all that is kept now; they are never more than are booked."""
         return sum(value.bytes for value in self.kept.values())
 
     def get(self, key: Hashable) -> Derived | None:

@@ -104,11 +104,11 @@ class LayerBlocks:
         return sum(buffer.bytes for buffer in self.held)
 
     def live_bytes(self, n: int) -> int:
-        """Of all `n` rows, sealed or not."""
+        """Returns the bytes of all `n` rows, sealed or not."""
         return sum(self._bytes(side, self.rows(side), n, self.active) for side in SIDES)
 
     def read_bytes(self, upto: Sequence[int], n: int) -> int:
-        """What reading `n` rows costs with the first `upto` [keys, values] of them sealed."""
+        """Returns the bytes that reading `n` rows takes with the first `upto` [keys, values] of them sealed."""
         return sum(self._bytes(side, upto[side], n, upto[side] > 0) for side in SIDES)
 
     def _bytes(self, side: int, sealed: int, n: int, settled: bool) -> int:
@@ -216,8 +216,8 @@ class LayerBlocks:
         return found
 
     def formed(self, side: int, rows: Tensor, upto: int, n: int, after: Sequence[int]) -> Tensor:
-        """What `opened` gave, [h, N, D], with the first `upto` rows as if they were sealed: of the `n` committed ones,
-        and then of those at the slots `after`."""
+        """Returns `rows` [h, N, D], which `opened` gave, with the first `upto` of them as if they were sealed: of the
+        `n` committed ones, and then of those at the slots `after`."""
         done = self.rows(side)
         if upto <= done:
             return rows
@@ -228,7 +228,7 @@ class LayerBlocks:
 
     # ---- between steps
     def dump(self) -> dict[str, object]:
-        """What `load` takes: plain data and tensors."""
+        """Returns what `load` takes: plain data and tensors."""
         kept = [[p[:, :count].clone() for p in b.planes] for b, count in zip(self.buffers, self.counts)]
         settled = [[p.clone() for p in buffer.planes] for buffer in self.settled]
         return {"counts": list(self.counts), "planes": kept, "settled": settled}
@@ -258,8 +258,8 @@ class LayerBlocks:
 
 @dataclass(slots=True)
 class PackedBlocks:
-    """What a kernel reads of sealed blocks, and the rows as they were made, `tail` [h, R, D] each, that begin with row
-    `base`."""
+    """Sealed keys and values as a kernel reads them, and `tail`, keys and values [h, R, D] of the rows from `base` on
+    as they were made."""
 
     sides: tuple[Side, Side]
     tail: Sequence[Tensor]
@@ -291,8 +291,8 @@ class LazyPlanes(Sequence[Tensor]):
 def lying(
     sealed: LayerBlocks, planes: Sequence[Tensor], base: int, rows: tuple[int, int]
 ) -> tuple[Sequence[Tensor], PackedBlocks | None]:
-    """What `rows`, (committed, of this step), read with the blocks that there are: opened when looked at, and packed.
-    `planes` hold those from row `base` on as they were made."""
+    """Returns what `rows`, (committed, of this step), read with the blocks that there are: planes that are opened when
+    they are first looked at, and packed ones. `planes` hold the rows from `base` on as they were made."""
     n, fresh = rows
     tail = [plane[:, : n + fresh - base] for plane in planes]
     opened = LazyPlanes(partial(sealed.opened, tail, base, n + fresh))
@@ -303,7 +303,7 @@ Tail = tuple[LayerBlocks, Sequence[Tensor], int]  # of a layer; its rows as they
 
 
 def seals(tails: Sequence[Tail], side: int) -> Seals | None:
-    """Where a kernel finds what it may seal, if it does."""
+    """Returns the addresses of what a kernel may seal; None if no kernel seals blocks of this format."""
     first, planes, _ = tails[0]
     packing = None if first.packings is None else first.packings[side]
     if not isinstance(packing, Packing) or packing.rank or packing.apart or not fits(planes[side]):
@@ -410,7 +410,7 @@ def alike(layers: Sequence[LayerBlocks]) -> bool:
 
 
 def sides_struct(sealed: LayerBlocks) -> SidesStruct:
-    """What is sealed now, as native steps take it."""
+    """Returns the blocks that are sealed now, as native steps take them."""
     assert sealed.packings is not None
     keys, values = (
         packing.side(sealed.planes(side), sealed.rows(side), cut.rows).struct

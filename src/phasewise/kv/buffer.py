@@ -15,7 +15,8 @@ PLACE = 8  # bytes of a position
 
 
 def stride(rows: int) -> int:
-    """By how many rows room for so many grows, which copies all: a row costs 32 copies at most, however long a text."""
+    """Growth increment, in rows, of a buffer with room for so many. Growing copies all rows; with this step a row is
+    copied 32 times at most, however long a text."""
     return max(ROUND, 1 << rows.bit_length() >> 5)
 
 
@@ -24,7 +25,8 @@ def rounded(rows: int) -> int:
 
 
 class Memory(Protocol):
-    """Where planes lie. What one holder gives up without freeing it, another may adopt by name."""
+    """An allocator of planes. Planes that one holder gives up without freeing them may be adopted by another, by
+    name."""
 
     def new(self, kinds: Sequence[Kind], device: str) -> tuple[str, list[Tensor]]:
         """A name and planes, contents undefined. Raises OSError where the machine has no room."""
@@ -77,11 +79,11 @@ class Ledger:
 
     @property
     def yields(self) -> bool:
-        """Whether it makes way for those others."""
+        """True if it makes way for those others."""
         return False
 
     def room(self, n: int) -> bool:
-        """Whether `n` more bytes may be taken. Ask before `add`: where others share the limit, this sets them aside."""
+        """True if `n` more bytes may be taken. Ask before `add`: where others share the limit, this sets them aside."""
         return n <= self.free
 
     def add(self, n: int) -> None:

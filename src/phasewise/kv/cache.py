@@ -46,7 +46,8 @@ class KV:
         self._spare: int | None = None
 
     def flat(self, walk: tuple[int, ...] | None = None) -> ContiguousView | None:
-        """Where a native kernel finds the rows of all layers, or of some; None if they lie in another way."""
+        """Returns the addresses of the rows of all layers, or of some, for native kernels; None if rows lie in another
+        way."""
         if self._flat is None or walk != self._walk:
             self._flat = ContiguousView.of(self._of(walk))
             self._walk = walk
@@ -94,12 +95,12 @@ class KV:
 
     @property
     def drawn(self) -> int:
-        """Of these, bytes booked for drawers, which forks do not share."""
+        """The part of these bytes that is booked for drawers, which forks do not share."""
         return 0 if self.drawers is None else self.drawers.bytes
 
     @property
     def derived_bytes(self) -> int:
-        """Of these, bytes of what is kept there now, drawers aside."""
+        """The part of these bytes that derived data takes now, drawers aside."""
         return sum(layer.beside.bytes for layer in self.layers)
 
     def growth(self, rows: int) -> int:
@@ -134,7 +135,7 @@ class KV:
         self._flat = self._spare = None
 
     def _lags(self) -> list[int]:
-        """How many rows each layer may still get besides those to come."""
+        """Returns the number of rows that each layer may still get besides those to come."""
         if not self.level:
             return [0] * len(self.layers)
         most = max((layer.n for layer in self.layers), default=0)
@@ -294,7 +295,7 @@ class KV:
 
     @property
     def names(self) -> list[str]:
-        """Of all buffers, for whoever adopts them."""
+        """The names of all buffers, by which another KV adopts them."""
         return [slab.buffer.name for layer in self.layers for slab in layer.slabs]
 
     @property

@@ -85,12 +85,12 @@ class ContiguousView:
 
     @property
     def cuts(self) -> tuple[BlockCut, BlockCut] | None:
-        """Of the blocks, if rows are sealed."""
+        """The block sizes of keys and values; None if no rows are sealed."""
         return self._sealed[0][0].format.cuts if self._sealed else None
 
     def sides(self, upto: Sequence[int]) -> Structures[SidesStruct]:
-        """Where the first `upto` [keys, values] rows lie packed in each layer, as StackSpan takes it; sealed now, or
-        `ahead`."""
+        """Returns the addresses of the first `upto` [keys, values] rows as they lie packed in each layer, as StackSpan
+        takes them: sealed now, or `ahead`."""
         found = Structures(SidesStruct, self._sides)
         for layer in found:
             layer.keys.slots, layer.values.slots = upto
@@ -107,11 +107,11 @@ class ContiguousView:
         return seal_full(self._sealed, self.n, self._seals, saliency)
 
     def reads(self, upto: Sequence[int], n: int) -> int:
-        """What reading `n` rows costs in all layers with the first `upto` of them sealed."""
+        """Returns the bytes that reading `n` rows takes in all layers with the first `upto` of them sealed."""
         return self._sealed[0][0].read_bytes(upto, n) * len(self._sealed)
 
     def lined(self, narrow: Narrow, position: int) -> bool:
-        """Whether the committed rows of narrow heads are their sinks, the first positions, and then consecutive ones
+        """True if the committed rows of narrow heads are their sinks, the first positions, and then consecutive ones
         right before `position`."""
         if not self.gaps and self.unequal is None:
             return position == self.n
@@ -124,7 +124,7 @@ class ContiguousView:
         return True
 
     def narrowed(self, narrow: Narrow) -> Unequal:
-        """Where heads lie of which some see less than all, as `unequal` has it."""
+        """Returns the addresses of heads of which some see less than all, as `unequal` has them."""
         if self._narrow is None or self._narrow[0] != narrow:
             self._narrow = narrow, Unequal(self.layers, self.n, narrow)
         return self._narrow[1]

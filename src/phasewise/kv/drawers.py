@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Room(NamedTuple):
-    """What a layer has room for: so many `rows` a head, on average, at positions below `end`. `prompt`: the prompt is
+    """The capacity of a layer: so many `rows` a head, on average, at positions below `end`. `prompt`: the prompt is
     not complete."""
 
     rows: int
@@ -31,7 +31,7 @@ Draws = Callable[[Room], int]
 
 
 class Drawers:
-    """What is booked for one request, by layer."""
+    """The bytes booked for the drawers of one request, by layer."""
 
     __slots__ = ("booked", "draws", "ledger", "most", "prompt")
 

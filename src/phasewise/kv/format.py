@@ -25,7 +25,7 @@ KEYS, VALUES = SIDES = (0, 1)
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What one layer caches for one token: `heads` keys and values of `dim` numbers."""
+    """The keys and values that one layer caches for one token: `heads` of `dim` numbers each."""
 
     heads: int
     dim: int
@@ -96,7 +96,7 @@ class BlockCut:
     tail: int = 0
 
     def blocks(self, n: int) -> int:
-        """How many are sealed when `n` rows are there."""
+        """Returns the number of blocks that are sealed when `n` rows are there."""
         return max(0, n - self.tail) // self.rows
 
     def sealed(self, n: int) -> int:
@@ -122,8 +122,9 @@ class BlockFormat(ABC):
     by_saliency: ClassVar[bool] = False
 
     def packings(self, dim: int) -> tuple[Packing | Classes, Packing | Classes] | None:
-        """How the planes of a block of keys and of values lie, of heads of `dim` numbers, where native kernels know
-        that: they read blocks as they are, and nothing is rounded to the rows' dtype. None: blocks are opened first."""
+        """Returns the layout of the planes of a block of keys and of values, of heads of `dim` numbers, if native
+        kernels know it: they read blocks as they are, and nothing is rounded to the rows' dtype. None: blocks are
+        opened first."""
         return None
 
     @abstractmethod
@@ -161,7 +162,8 @@ def block_format(format: RowFormat) -> BlockFormat | None:
 
 
 def form_of(format: BlockFormat, shape: KVShape) -> KVShape:
-    """What blocks are made for: each head of a layer, or one that has the numbers of all."""
+    """Returns the shape that blocks are made for: that of each head of a layer, or one head that has the numbers of
+    all."""
     return replace(shape, heads=1, dim=shape.heads * shape.dim) if format.by_saliency else shape
 
 
@@ -200,7 +202,7 @@ class Packing:
     apart: int = 0
 
     def side(self, planes: Sequence[Tensor], slots: int, rows: int) -> Side:
-        """What kernels read of the first `slots` rows."""
+        """Returns the first `slots` rows as kernels read them."""
         *more, step, low, levels = planes
         thin, apart = more[:2] if self.rank else (), more[-2:] if self.apart else ()
         return Side(levels, step, low, slots, rows, self.bits, self.group, thin, apart)
@@ -228,7 +230,7 @@ class Classes:
 
 
 def packings(format: BlockFormat, shape: KVShape) -> tuple[Packing | Classes, Packing | Classes] | None:
-    """How the planes of keys and values lie, if native kernels read them like that."""
+    """Returns the layout of the planes of keys and values; None if native kernels do not read them."""
     found = format.packings(shape.dim)
     if found is None or shape.dtype != torch.bfloat16 or shape.device != "cpu":
         return None

@@ -82,7 +82,8 @@ class Layouts:
 
 
 def exactness(kv: KV) -> str:
-    """How true the rows are: as the format keeps them, quantised by a lossy wire, or sparse once some were given up."""
+    """The exactness of the rows: that of their format, "quantised" by a lossy wire, or "sparse" once some were given
+    up."""
     if any(slab.positions is not None for layer in kv.layers for slab in layer.slabs):
         return "sparse"
     return "quantised" if kv.rounded else kv.layers[0].format.exactness
@@ -141,8 +142,9 @@ def pack_lent(request: Request, layout: str, ticket: int) -> tuple[Header, list[
 
 
 def _origin(request: Request, drawers: bool) -> RowsOrigin:
-    """What the wire may know. A suffix may be computed again where that is just what it would be after a preemption:
-    of a prompt just completed, with all rows true and at their places and nothing kept beside them."""
+    """Returns what the wire may know of the rows. A suffix may be computed again where that is just what it would be
+    after a preemption: of a prompt just completed, with all rows true and at their places and nothing kept beside
+    them."""
     kv, trace, end = request.kv, request.trace, request.prompt_len
     assert kv is not None
     plain = all(len(layer.slabs) == 1 and layer.slabs[0].positions is None and layer.n == end for layer in kv.layers)
@@ -159,7 +161,8 @@ def fits(header: Header, store: Store, layout: str) -> None:
 
 
 def drawers(header: Header, tensors: Sequence[Tensor]) -> dict[str, Any]:
-    """What methods keep for a packed request: copies, so that the memory that brought them can be freed."""
+    """Returns the state that methods keep for a packed request: copies, so that the memory that brought them can be
+    freed."""
     return {name: _decode(drawer, tensors, Tensor.clone) for name, drawer in header["state"].items()}
 
 

@@ -98,7 +98,7 @@ class LayerKV:
 
     @property
     def derived(self) -> Mapping[Hashable, Derived]:
-        """What methods keep beside the committed rows now."""
+        """The derived data that methods keep beside the committed rows now."""
         return self.beside.kept
 
     # ---- room
@@ -185,8 +185,8 @@ class LayerKV:
         self.fresh, self._pending, self._ids = len(positions), positions, None
 
     def read(self, written: Sequence[int] = ()) -> list[KVPart]:
-        """What this step's rows can read, head group by head group (usually one). `written`: positions of rows that a
-        native kernel has put behind the committed ones, instead of any that were appended."""
+        """Returns what this step's rows can read, head group by head group (usually one). `written`: positions of rows
+        that a native kernel has put behind the committed ones, instead of any that were appended."""
         if self.blocks is not None and self.blocks.active and self.slabs:
             return [self._opened()]
         ids = None if self._ids is None else torch.tensor(self._ids, device=self.shape.device)

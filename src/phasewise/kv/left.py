@@ -33,7 +33,8 @@ class RetainedKV:
 
 
 class Remains:
-    """What is kept, by the name of the request that left it; a later one of the same name takes its place."""
+    """A store of retained KV by the name of the request that left it. A later request of the same name takes its
+    place."""
 
     def __init__(self) -> None:
         self._kept: dict[str, RetainedKV] = {}  # the least recently used first
@@ -47,7 +48,7 @@ class Remains:
         self._kept[name] = left
 
     def find(self, name: str, owner: object) -> RetainedKV | None:
-        """What a request left, if it is still there; it counts as used."""
+        """Returns what a request left, if it is still there. It counts as used then."""
         left = self._kept.get(name)
         if left is None or left.owner is not owner:
             return None

@@ -1,4 +1,5 @@
-"""What stands for the keys of whole pages of slots, beside a layer's rows: a page is chosen by it before it is read."""
+"""Vectors that summarise the keys of whole pages of slots. They lie beside a layer's rows, and a page is chosen by them
+before it is read."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ VECTORS: dict[By, int] = {"bounds": 2, "means": 1}
 
 
 class PageKeys:
-    """Of the pages of `size` slots below `upto`, all committed: `vectors` [1 | 2, h, room, D] in the keys' type.
+    """The summaries of the first `upto` pages of `size` slots, all committed: `vectors` [1 | 2, h, room, D] in the
+    keys' type.
 
     There is room for more; who holds it alone writes there.
     """
@@ -27,12 +29,12 @@ class PageKeys:
 
     @classmethod
     def none(cls, by: By, size: int, keys: Tensor) -> PageKeys:
-        """Of no page, with no room, for keys like these [h, 0, D]."""
+        """Returns the summaries of no page, with no room, for keys like these [h, 0, D]."""
         return cls(by, size, keys.new_empty((VECTORS[by], *keys.shape)))
 
     @staticmethod
     def key(by: By, size: int, slab: int = 0) -> Hashable:
-        """By which a layer keeps them (`Beside`)."""
+        """Returns the key under which a layer keeps them (`Beside`)."""
         return "pages", by, size, slab
 
     @property

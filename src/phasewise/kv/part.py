@@ -1,4 +1,4 @@
-"""What the rows of a step can read at one layer, decoded no earlier and no further than asked for."""
+"""The rows of one layer that a step can read. They are decoded no earlier and no further than asked for."""
 
 from __future__ import annotations
 

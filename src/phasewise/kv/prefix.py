@@ -51,7 +51,7 @@ def chain(parent: bytes, tokens: Sequence[int]) -> bytes:
 
 
 class CutRows(Protocol):
-    """What blocks are cut from."""
+    """A source of rows that blocks are cut from."""
 
     def size(self, block: int) -> int:
         """Bytes of so many rows."""
@@ -181,7 +181,7 @@ class PrefixCache:
         return sum(tree.bytes for tree in self.trees.values()) + self.left.bytes
 
     def room(self, n_bytes: int) -> bool:
-        """Whether `n_bytes` can be had now, giving up unused blocks for them if need be."""
+        """Frees unused blocks until there is room for `n_bytes`. Returns True if there is."""
         if self.ledger.room(n_bytes):
             return True
         self.shrink(n_bytes - self.ledger.free)

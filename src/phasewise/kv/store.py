@@ -77,7 +77,8 @@ class Store:
         self.draws: list[Draws] = []  # in drawers, likewise; empty: nothing
 
     def book(self, keeps: Iterable[Keeps], draws: Iterable[Draw] = ()) -> None:
-        """Of every request opened from now on, book what these methods keep beside its rows and in drawers as well."""
+        """Books, for every request opened from now on, what these methods keep beside its rows and in drawers as
+        well."""
         if every := list(keeps):
             self.wants = [partial(_together, every, layer, shape) for layer, shape in enumerate(self.shapes)]
         if drawers := list(draws):
@@ -108,7 +109,7 @@ class Store:
         return KV(list(layers), self.counters, self.wire, self.level, drawers)
 
     def room(self, n_bytes: int) -> bool:
-        """Whether `n_bytes` can be had now, giving up unused prefixes for them if need be, whoever's they are."""
+        """Frees unused prefixes, whoever's they are, until there is room for `n_bytes`. Returns True if there is."""
         return self.prefixes.room(n_bytes)
 
     def open(self, request: Request, tokens: int) -> KV:
@@ -155,11 +156,11 @@ class Store:
         self.prefixes.left.put(request.id, RetainedKV(request.tokens[:upto], kv, self))
 
     def left(self, name: str) -> RetainedKV | None:
-        """What a request of this store has left, if that is still kept."""
+        """Returns what a request of this store has left, if that is still kept."""
         return self.prefixes.left.find(name, self)
 
     def shareable(self, request: Request) -> int:
-        """How many rows of its prompt others could reuse: those of whole units."""
+        """Returns the number of prompt rows that others could reuse: those of whole units."""
         return request.prompt_len // self.sharing.unit * self.sharing.unit
 
     def remember(self, request: Request) -> None:

@@ -60,7 +60,7 @@ class Unequal:
 
 
 def _heads(layer: LayerKV, slab: Slab) -> Sequence[int]:
-    """Of a slab, by number."""
+    """Returns the heads of a slab, by number."""
     return range(layer.shape.heads) if slab.heads is None else slab.heads.tolist()
 
 
@@ -71,7 +71,8 @@ def by_head(layer: LayerKV) -> list[tuple[Slab, int]]:
 
 
 def _addresses(layer: LayerKV, slab: Slab, place: int, begin: int) -> tuple[int, int, int, int]:
-    """Where slot 0 of a slab's head would be, its first row being slot `begin`: of k, v and their scales (or 0, 0)."""
+    """Returns the addresses that slot 0 of a slab's head would have, its first row being slot `begin`: of k, v and
+    their scales (or 0, 0)."""
     first, dim = place * slab.buffer.cap - begin, layer.shape.dim
     if layer.format.scaled:
         k, k_scale, v, v_scale = slab.buffer.addresses
@@ -82,7 +83,7 @@ def _addresses(layer: LayerKV, slab: Slab, place: int, begin: int) -> tuple[int,
 
 
 def unequal(layers: Sequence[LayerKV]) -> bool | None:
-    """Whether some heads hold other numbers of rows than others do; None: a layer holds nothing, rows of a step wait to
+    """True if some heads hold other numbers of rows than others do; None: a layer holds nothing, rows of a step wait to
     be committed, or the first of a layer's rows are sealed alone."""
     if any(not layer.slabs or layer.fresh or any(slab.base for slab in layer.slabs) for layer in layers):
         return None
@@ -90,7 +91,7 @@ def unequal(layers: Sequence[LayerKV]) -> bool | None:
 
 
 def lined(layers: Sequence[LayerKV], narrow: Narrow, position: int) -> bool:
-    """Whether narrow heads hold the rows of the first positions, their sinks, and then consecutive ones right before
+    """True if narrow heads hold the rows of the first positions, their sinks, and then consecutive ones right before
     `position`."""
     for i, layer in enumerate(layers):
         for slab in layer.slabs:

@@ -1,5 +1,5 @@
-"""What stands for the keys of a layer, row by row or for runs of rows, beside its rows; and where a native step finds
-that of all layers."""
+"""Vectors that summarise the keys of a layer, row by row or for runs of rows, beside its rows; and the addresses of
+those of all layers, for native steps."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Kept:
 
 
 class VectorTable:
-    """Where a native step finds the vectors beside a request's layers, and what reading them costs.
+    """The addresses of the vectors beside a request's layers, for native steps, and the bytes that reading them takes.
 
     `structs`: LayerChoice (kernels.h) [layers], with a scale of products (0: the layer's own). `row_bytes` of a row,
     `made_bytes` of what is read of one to make a vector, `each` of a vector, `sums` of all: in all layers that have
@@ -132,11 +132,11 @@ class VectorTable:
         return None if uneven else table  # values would be added twice
 
     def holds(self, layers: Sequence[LayerKV], key: Hashable) -> bool:
-        """Whether these are still the ones that lie there."""
+        """True if these are still the ones that lie there."""
         return all(own is None or layer.beside.get(key) is own for layer, own in zip(layers, self.kept))
 
     def known(self, wanted: int) -> int:
-        """How many all layers know, of those wanted; a step in halves may have added some."""
+        """Returns the number of vectors that all layers have, of those wanted. A step in halves may have added some."""
         if self.count < wanted:
             self.count = min(own.upto for own in self.kept if own is not None)
         return min(self.count, wanted)

@@ -22,12 +22,12 @@ DIGEST = 16  # bytes
 
 
 class Misfit(Exception):
-    """What arrived cannot be used here; the message says why."""
+    """Raised where what arrived cannot be used; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowsOrigin:
-    """Where rows come from: `rows` of them were computed in `seconds` (0 = not known), and `may_stop` says whether the
+    """The origin of rows: `rows` of them were computed in `seconds` (0 = not known), and `may_stop` says whether the
     receiver could compute a suffix of them again."""
 
     may_stop: bool = False
@@ -37,8 +37,8 @@ class RowsOrigin:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """What is sent: plain data and tensors. `lossy`: some rows are not what they were; `rows`: only so many are there,
-    from the first on (None = all)."""
+    """The form in which rows are sent: plain data and tensors. `lossy`: some rows are not what they were; `rows`: only
+    so many are there, from the first on (None = all)."""
 
     content: Any
     lossy: bool = False
@@ -56,11 +56,11 @@ class Wire(Protocol):
         ...
 
     def decode(self, content: Any) -> Dump:
-        """What `encode` was given, as far as it was sent. Raises Misfit for anything damaged."""
+        """Returns what `encode` was given, as far as it was sent. Raises Misfit for anything damaged."""
         ...
 
     def settled(self, dumped: Dump) -> Dump:
-        """What would arrive if the rows were sent."""
+        """Returns the rows as they would arrive if they were sent."""
         ...
 
     def delivered(self, n_bytes: int, seconds: float) -> None:
