@@ -41,7 +41,7 @@ class Admission:
         self._followed = any(runtime.companions for runtime in self.recipes.values())
 
     def open(self, tokens: int, runtime: Runtime) -> bool:
-        """Whether a request of so many tokens may be let in now: nobody is preempted for it."""
+        """True if a request of so many tokens may be admitted now. No request is preempted for it."""
         return len(self.queues.running) < self.max_running and self.store.room(runtime.need(tokens))
 
     def promise(self, n_bytes: int) -> bool:
@@ -115,7 +115,7 @@ class Admission:
         self.queues.move(request, self.queues.waiting)
 
     def _any_followed(self, works: Sequence[Work]) -> bool:
-        """Whether a companion may take memory for some of them."""
+        """True if a companion may take memory for some of them."""
         return any(self.recipes[work.job.recipe].companions for work in works)
 
     def _companion_growth(self, request: Request, rows: int) -> tuple[int, int]:
@@ -140,7 +140,7 @@ class Admission:
 
 
 def _spared(works: Sequence[Work]) -> bool:
-    """Whether all of it fits into what the requests have."""
+    """True if all of it fits into what the requests have."""
     for work in works:
         kv = work.job.kv
         if kv is None or work.rows > kv.spare:

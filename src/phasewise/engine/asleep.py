@@ -1,4 +1,4 @@
-"""What stands in an engine's place while its model's weights are not in memory."""
+"""A stand-in for an engine while its model's weights are not in memory."""
 
 from __future__ import annotations
 

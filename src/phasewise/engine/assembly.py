@@ -45,7 +45,7 @@ class Assembly:
         return self._of(methods["sample"]).bind(methods[verb])
 
     def runtime(self, methods: Methods, names: Sequence[str]) -> Runtime:
-        """What a recipe's requests run with in the phases of these names."""
+        """Returns what a recipe's requests run with in the phases of these names."""
         bindings = self._of(methods["sample"])
         phases = bindings.phases(methods, names)
         evict = phases[0].evict
@@ -111,7 +111,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def kv_shapes(model: Model) -> list[KVShape]:
-    """What each layer of a model caches for one token."""
+    """Returns the shape of what each layer of a model caches for one token."""
     config = model.config
     shape = KVShape(config.kv_heads, config.head_dim, model.dtype, str(model.device))
     return [shape] * config.layers

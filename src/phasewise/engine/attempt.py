@@ -93,7 +93,7 @@ class StepAttempt:
         return settled
 
     def _judge_groups(self, spans: list[Span], hidden: Hidden, waiting: Sequence[Request]) -> list[Settled | None]:
-        """Where some spans do not finish, or decode methods differ."""
+        """Judges group by group where some spans do not finish, or decode methods differ."""
         groups: dict[int, tuple[Decode, list[int]]] = {}
         under_way: list[Span] = []
         for i, span in enumerate(spans):

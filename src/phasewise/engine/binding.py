@@ -81,7 +81,7 @@ def label(verb: str, method: Any) -> str:
 
 
 def name(verb: str, method: Any) -> str:
-    """What the user calls a method, for messages."""
+    """Returns the name by which the user knows a method, for messages."""
     try:
         return catalog.name_of(verb, method)
     except UserError:

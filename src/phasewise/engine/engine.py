@@ -65,7 +65,7 @@ class Engine:
 
     @property
     def prefix_bytes(self) -> int:
-        """Of these, the bytes of the prefix cache."""
+        """The part of these bytes that the prefix cache holds."""
         return self.prefixes.bytes
 
     @property
@@ -210,7 +210,7 @@ class Engine:
             self._start(request)
 
     def _may_fork(self, parent: Request) -> bool:
-        """Whether siblings of `parent` should wait for its prompt: it is here, and has not completed it before."""
+        """True if siblings of `parent` should wait for its prompt: it is here, and has not completed it before."""
         return parent in self.queues and parent.high_water < parent.prompt_len
 
     def _start(self, request: Request) -> None:

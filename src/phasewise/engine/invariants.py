@@ -1,4 +1,4 @@
-"""What holds between any two steps of an engine. Cheap enough to run whenever it is idle."""
+"""Checks of what holds between any two steps of an engine. They are cheap enough to run whenever it is idle."""
 
 from __future__ import annotations
 

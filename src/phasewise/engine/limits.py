@@ -1,4 +1,4 @@
-"""What an engine may use."""
+"""The limits of an engine: bytes of KV, requests that run at a time, and what else it may do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def memory_default() -> int:
 
 @dataclass(frozen=True)
 class Limits:
-    """What an engine may use."""
+    """The limits of an engine: bytes of KV, requests that run at a time, and what else it may do."""
 
     kv_bytes: int | None = None  # hard budget for KV, prefix cache and companions included; None = memory_default()
     max_running: int = 64

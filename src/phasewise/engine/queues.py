@@ -1,4 +1,4 @@
-"""Who is where: every request of an engine is in exactly one list, each in order of importance."""
+"""The queues of an engine: every request is in exactly one of them, and each is in order of importance."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Queues:
         return request in self._rank
 
     def named(self, request_id: str) -> bool:
-        """Whether some request of this id is here."""
+        """True if a request of this id is here."""
         return request_id in self._ids
 
     def rank(self, request: Request) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""What a request may not ask for, told from what it asks and what it would be computed with alone."""
+"""Refusals of requests, decided by what they ask and what they would be computed with alone."""
 
 from __future__ import annotations
 
@@ -93,7 +93,8 @@ def refuse_blocks(format: RowFormat, method: Any, shapes: Sequence[KVShape]) -> 
 
 
 def kept_within(runtime: Runtime, config: ModelConfig) -> str:
-    """What keeps texts within the context although their methods would carry them further."""
+    """Returns the reason why texts stay within the context although their methods would carry them further; "" if there
+    is none."""
     schemes = {rope.scheme for rope in config.ropes if not rope.fixed}
     if not schemes or runtime.reach(config.max_positions) <= config.max_positions:
         return ""

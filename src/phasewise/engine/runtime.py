@@ -1,4 +1,4 @@
-"""What an engine is made of: for each recipe phases, a store and companions, under one ledger; and what all share."""
+"""The parts of an engine: for each recipe phases, a store and companions, under one ledger; and what all share."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class Runtime:
 
 @dataclass
 class Parts:
-    """What an engine is made of. `recipes`: a runtime by the name that requests give, "" being the default; all their
+    """The parts of an engine. `recipes`: a runtime by the name that requests give, "" being the default; all their
     stores share one ledger and one prefix cache. `departs`: all requests leave for another engine when their prompt is
     done (a prefill engine of a placement). `bind` makes the runtime of a recipe that comes later."""
 
@@ -162,12 +162,12 @@ class Parts:
 
     @property
     def phases(self) -> Sequence[Phase]:
-        """Of the default recipe."""
+        """The default recipe's."""
         return self.recipes[""].phases
 
     @property
     def store(self) -> Store:
-        """Of the default recipe."""
+        """The default recipe's."""
         return self.recipes[""].store
 
     @property

@@ -79,7 +79,7 @@ def _told(span: Span, outcome: Outcome) -> dict[int, Score]:
 
 
 def _origin(span: Span, outcome: Outcome, i: int) -> str:
-    """How the token of this index came about."""
+    """Returns the origin of the output token of this index."""
     if outcome.origin:
         return outcome.origin
     if span.request.prefilling and span.request.known + i == span.request.prompt_len:
@@ -90,7 +90,7 @@ def _origin(span: Span, outcome: Outcome, i: int) -> str:
 
 
 def _pool(model: Model, span: Span, hidden: Hidden) -> Pool | None:
-    """What is pooled of the request's rows with those of this span, each of which counts once."""
+    """Returns the pool of the request's rows with those of this span added, each of which counts once."""
     request, before = span.request, span.request.pool
     upto = 0 if before is None else before.upto
     rows = [span.start + i for i, at in enumerate(span.positions) if upto <= at < request.prompt_len]

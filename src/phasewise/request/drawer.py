@@ -1,4 +1,4 @@
-"""What a method remembers of one request (`Request.state`), where plain copies of it would not do."""
+"""Method state of one request (`Request.state`), where plain copies of it would not do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a caller may ask of a request: how tokens are drawn, when to stop, targets."""
+"""The parameters of a request: how tokens are drawn, when to stop, targets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from phasewise.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Params:
-    """How tokens are drawn and when to stop. `temperature=0` is greedy; neutral values switch a rule off.
+    """The rules by which tokens are drawn and a request stops. `temperature=0` is greedy; neutral values switch a rule
+    off.
 
     Raises UserError for a value that is out of range or no number.
     """
@@ -85,7 +86,7 @@ class Params:
 
     @property
     def tells(self) -> bool:
-        """Whether every token of the output has a score."""
+        """True if every token of the output has a score."""
         return self.provenance or self.logprobs is not None
 
     def _check_rules(self) -> None:
@@ -128,12 +129,12 @@ _OPTIONAL = ("logprobs", "prompt_logprobs", "truncate_prompt_tokens")
 
 
 def _word(word: object) -> bool:
-    """Whether it is a text or several token ids."""
+    """True if it is a text or several token ids."""
     return bool(word) and (isinstance(word, str) or _all(Integral, word))
 
 
 def _plain(ask: object) -> dict[str, Any] | None:
-    """What JSON makes of it, so that it is the same wherever it travels; None if nothing is asked."""
+    """Returns what JSON makes of it, so that it is the same wherever it travels; None if nothing is asked."""
     try:
         found = json.loads(json.dumps(ask, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
@@ -144,7 +145,7 @@ def _plain(ask: object) -> dict[str, Any] | None:
 
 
 def _all(kind: type, given: object) -> bool:
-    """Whether these are several, and all of one kind."""
+    """True if these are several, and all of one kind."""
     return isinstance(given, Collection) and all(isinstance(each, kind) for each in given)
 
 

@@ -1,4 +1,5 @@
-"""What is left of a prompt's rows after the last layer and its norm, for who asks for a vector instead of tokens."""
+"""The pooled rows of a prompt after the last layer and its norm, for requests that ask for a vector instead of
+tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Of the rows before position `upto`: `total` float32 [d], their sum ("mean") or the prompt's last ("last")."""
+    """The pool of the rows before position `upto`: `total` float32 [d] is their sum ("mean") or the prompt's last
+    ("last")."""
 
     upto: int
     total: Tensor

@@ -25,8 +25,8 @@ _ids = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """How a request left: `finished` (stop | length), `cancelled`, or `failed` (reason is the text of the error), be it
-    for what it `asked`."""
+    """The way a request left: `finished` (stop | length), `cancelled`, or `failed` (reason is the text of the error),
+    be it for what it `asked`."""
 
     how: Literal["finished", "cancelled", "failed"]
     reason: str
@@ -106,7 +106,7 @@ class Request:
 
     @property
     def cacheable(self) -> int:
-        """How many rows of its prompt may come from a prefix cache, by what it asks: none if it asks for a vector,
+        """The number of prompt rows that may come from a prefix cache, by what it asks: none if it asks for a vector,
         those before the first scored token if it asks for its prompt's log-probabilities, otherwise all."""
         if self.params.pooling is not None:  # `last` needs one row only, but one way to count them is enough
             return 0
@@ -126,7 +126,7 @@ class Request:
         return self.trace.tokens[-1] if self.trace.tokens else None
 
     def header(self) -> dict[str, Any]:
-        """What another engine needs to go on with it, but for its KV: plain data, which JSON carries."""
+        """Returns what another engine needs to go on with it, but for its KV: plain data, which JSON carries."""
         return {
             "id": self.id,
             "tokens": list(self.tokens),

@@ -1,4 +1,4 @@
-"""How likely the model held a token: what a request may ask for beside its tokens."""
+"""The log-probability of a token, which a request may ask for beside its tokens."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ ORIGINS = {  # of a token of the output
 
 
 class Score(NamedTuple):
-    """Of a token after those before it, by the model's own distribution (the softmax of its logits in float32):
-    no temperature, no penalty, no rule of the request or of a method has touched it."""
+    """The score of a token after those before it, by the model's own distribution (the softmax of its logits in
+    float32): no temperature, no penalty, no rule of the request or of a method has touched it."""
 
     logprob: float
     rank: int  # 1 = no token was likelier; 0 = nobody has looked

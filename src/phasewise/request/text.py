@@ -54,7 +54,7 @@ class Text:
         return [token for token in tokens if token not in self._ends]
 
     def flush(self) -> str:
-        """What was held back, at the end of the output."""
+        """Returns the text that was held back, at the end of the output."""
         rest = self._release(self._detokenizer.flush())
         held, self._held = self._held, ""
         return rest + held

@@ -1,1 +1,1 @@
-"""What all drafters share: the loop, tree shapes, second models that follow a request."""
+"""The parts that drafters share: the loop, tree shapes, second models that follow a request."""

@@ -104,7 +104,7 @@ class Companion:
 
     # ---- computing
     def lag(self, request: Request) -> int:
-        """How many known tokens of its text are still to be computed here."""
+        """Returns the number of known tokens of its text that are still to be computed here."""
         follower, text = self._held(request), self.text(request)
         if follower is None:
             return len(text)
@@ -215,7 +215,7 @@ class Companion:
         return follower
 
     def _read(self, request: Request, tokens: int) -> int:
-        """How long its text is once it has so many tokens."""
+        """Returns the length of its text once it has so many tokens."""
         return tokens + len(self.text(request)) - request.known
 
     def _follower(self, request: Request, tokens: int) -> SecondModelKV:

@@ -41,7 +41,7 @@ def pending(request: Request) -> int:
 
 
 def slices(requests: Sequence[Request], budgets: Sequence[int], phase: Phase) -> list[Span]:
-    """What plain decoding proposes: everybody's pending tokens, within the budgets."""
+    """Returns the spans of plain decoding: the pending tokens of all requests, within the budgets."""
     return [slice_span(request, budget, phase) for request, budget in zip(requests, budgets)]
 
 
@@ -75,7 +75,7 @@ def draft_span(request: Request, draft: Draft, phase: Phase) -> Span:
 
 
 def contexts_of(span: Span) -> list[Context]:
-    """Of the rows of a span after which a token is judged or drawn."""
+    """Returns the contexts of the rows of a span after which a token is judged or drawn."""
     rows = judged(span)
     if span.note is None:
         return [Context(span.request, span.sure) for _ in rows]
@@ -123,7 +123,7 @@ class Speculation(Decode):
         self._guessing = True  # whether the drafter is to be asked in this step
 
     def reach(self, context: int) -> int:
-        """What drafts are made with says for itself: second models end texts where their context ends."""
+        """Returns the positions that drafts reach: second models end texts where their context ends."""
         return self.drafter.reach(context)
 
     def displace(self, rows: int) -> None:
@@ -135,7 +135,7 @@ class Speculation(Decode):
         self.drafter.close()
 
     def whole(self, request: Request) -> bool:
-        """Whether its guesses have to be made, and in full, whatever the load."""
+        """True if its guesses have to be made, and in full, whatever the load."""
         if self.matches == "point":
             return self._drawn and self.drafter.draws(request)
         return self.matches == "none"
@@ -213,7 +213,7 @@ class Speculation(Decode):
     def _distributions(
         self, hidden: Hidden, wanted: list[int], contexts: list[Context]
     ) -> tuple[Dist, Shown, Tensor | None]:
-        """What the verifier and, beside spans and outcomes, the drafter are told of these rows; those beyond the
+        """Computes what the verifier and the drafter are told of these rows, beside spans and outcomes. Rows beyond the
         contexts are the drafter's alone."""
         host = self.host
         if not wanted:

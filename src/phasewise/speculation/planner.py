@@ -1,4 +1,4 @@
-"""How many guesses pay: what a step of more rows takes, and the best for guesses of known chances."""
+"""Draft sizes that pay: the time that a step of more rows takes, and the best size for guesses of known chances."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class CostLine(NamedTuple):
 
 
 class StepCosts:
-    """What steps take by their rows, for about as many requests.
+    """A running estimate of the seconds that a step takes by its rows, for about as many requests.
 
     The time of a step of one row is forgotten quickly, for machines change their speed within seconds. What a further
     row costs, as a share of that, is learned from the differences between one step and the next, and kept for long.
@@ -67,7 +67,8 @@ class StepCosts:
             self._differ(requests, requests, line.base, rows, seconds)
 
     def near(self, requests: int) -> CostLine | None:
-        """Of a step of so many requests' pending tokens, and a few rows more; None before any was seen."""
+        """Returns the costs of a step of so many requests' pending tokens, and a few rows more; None before any was
+        seen."""
         if not self._weight:
             return None
         share, one = self._share(requests), self._total / self._weight
@@ -109,7 +110,7 @@ def kind(sort: int, depth: int, rank: int = 0) -> int:
 
 
 def reached(parents: Sequence[int], chances: Sequence[float]) -> list[float]:
-    """That each node is accepted: the product of the chances along its path."""
+    """Returns the chance that each node is accepted: the product of the chances along its path."""
     found = list[float]()
     for parent, chance in zip(parents, chances, strict=True):
         found.append(chance if parent < 0 else chance * found[parent])
@@ -117,7 +118,8 @@ def reached(parents: Sequence[int], chances: Sequence[float]) -> list[float]:
 
 
 class DraftPlan(NamedTuple):
-    """How many of each request's guesses are worth their rows, and the mean gain in the logarithm of their speeds."""
+    """The number of each request's guesses that are worth their rows, and the mean gain in the logarithm of their
+    speeds."""
 
     sizes: list[int]
     gain: float

@@ -26,8 +26,9 @@ COUNTED = ("rows", "kv_bytes_read", "kv_bytes_written", "expert_loads")  # as th
 
 
 class Tails:
-    """What a companion is to a second model, this is to the model itself without some sub-layers: rows below each
-    request's last token, on top of the KV that the whole model has left there. Nothing is copied.
+    """The KV of self-drafting: rows that the model itself, without some sub-layers, writes below each request's last
+    token, on top of the KV that the whole model has left there. Nothing is copied. It is to the model what a companion
+    is to a second model.
 
     Rows are written only while the requests are `lent`, at most as many as the step has reserved (`room`), and are
     never committed: afterwards rows, positions and what methods keep beside them are as before, whoever raised. Layers

@@ -181,7 +181,7 @@ class TreeDrafter(Drafter):
         return self.shape.runs(levels - 1) if levels > 1 else 0  # the last level is guessed, not asked
 
     def _late(self, request: Request) -> bool:
-        """Whether the second model has still to read, and nothing is guessed in this step.
+        """True if the second model has still to read, and nothing is guessed in this step.
 
         Where a guess must be, that is the request's own affair: so many tokens as it takes to read the prompt if
         nothing comes between, however much is really read (after a preemption the rest is read at once).
@@ -229,7 +229,8 @@ class TreeDrafter(Drafter):
         return x if places == list(range(total)) else x[torch.tensor(places, device=x.device)]
 
     def _thought(self, x: Tensor, asked: Sequence[tuple[DraftBuilder, list[int]]]) -> list[list[Tensor]]:
-        """What may follow each of the nodes asked for; rows of x are theirs, in order."""
+        """Returns the probabilities float32 [V] of what may follow each of the nodes asked for; rows of x are theirs,
+        in order."""
         contexts = [Context(tree.request, tree.draft.path(node)) for tree, nodes in asked for node in nodes]
         chosen = [row for row, context in enumerate(contexts) if context.request.params.greedy]
         logits = self.companion.model.head(x)
@@ -246,8 +247,8 @@ class TreeDrafter(Drafter):
 
 
 def tree_drafter(host: Host, name: str, model: str, shape: TreeShape, chunk: int) -> TreeDrafter:
-    """Of a drafter called `name` and a second model by name or path, or the engine's own (SELF). Raises UserError if
-    the vocabularies differ."""
+    """Makes the runtime of a drafter called `name` with a second model by name or path, or the engine's own (SELF).
+    Raises UserError if the vocabularies differ."""
     second = host.model if model == SELF else host.load(model)
     ours, theirs = second.config.vocab, host.model.config.vocab
     if ours != theirs:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a span: its rows to keep in the KV (the first `keep`, or a path), and the tokens to emit."""
+    """The outcome of a span: its rows to keep in the KV (the first `keep`, or a path), and the tokens to emit."""
 
     keep: int | list[int]
     tokens: list[int]
@@ -99,7 +99,7 @@ def slice_span(request: Request, rows: int, phase: Phase) -> Span:
 
 
 def catching_up(request: Request) -> bool:
-    """Whether known tokens other than the last are still to be computed (a prompt, or a replay after preemption)."""
+    """True if known tokens other than the last are still to be computed (a prompt, or a replay after preemption)."""
     return request.prefilling or request.known - request.computed > 1
 
 

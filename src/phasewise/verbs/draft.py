@@ -158,7 +158,7 @@ class Drafter(ABC):
         """
 
     def draws(self, request: Request) -> bool:
-        """Whether guesses for this request may be drawn, with a `q`; asked of drafters with `Traits.drawn`."""
+        """Returns True if guesses for this request may be drawn, with a `q`. Drafters with `Traits.drawn` are asked."""
         return True
 
     def reach(self, context: int) -> int:
@@ -166,8 +166,8 @@ class Drafter(ABC):
         return context
 
     def sort(self, request: Request) -> int:
-        """How good its last guess for the request is taken to be, in a few steps from 0 on: guesses of one sort are
-        counted together (speculation/planner.py)."""
+        """Returns a class of its last guess for the request, a small number from 0 on. Guesses of one class are counted
+        together, to learn how often they are right (speculation/planner.py)."""
         return 0
 
     def think(self) -> bool:
@@ -185,7 +185,7 @@ class Drafter(ABC):
 
 
 def headroom(request: Request) -> int:
-    """How many drafted tokens in a row the request could still take; one more follows them."""
+    """Returns the number of drafted tokens in a row that the request could still take; one more follows them."""
     most = request.limit - request.known - 1
     return most if request.until is None else min(most, request.until - request.known)
 

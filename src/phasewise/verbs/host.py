@@ -1,4 +1,4 @@
-"""What any method may ask for when it is bound to an engine."""
+"""The engine's side of binding: what any method may ask for then."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ENDLESS = (1 << 31) - 1  # positions
 
 @dataclass(slots=True)
 class Host:
-    """What a method may ask for when it is bound to an engine."""
+    """The interface through which a method that is bound asks the engine for models, artefacts and memory."""
 
     model: Model
     sample: Sample
@@ -34,7 +34,8 @@ class Host:
     taps: set[int] = field(default_factory=set)  # layers whose output the bound methods want to see
 
     def artefact(self, wanted: Artefact, weights: str) -> dict[str, Tensor]:
-        """What was trained for a method and this model; `weights`: auto, a file or random:SEED. Raises UserError."""
+        """Loads what was trained for a method and this model; `weights`: auto, a file or random:SEED. Raises
+        UserError."""
         return load_artefact(self.model, wanted, weights)
 
     def bind(self, method: Method) -> Any:

@@ -1,4 +1,4 @@
-"""What every method says about itself, whatever its verb."""
+"""The base of all methods: the facts that each says about itself, whatever its verb."""
 
 from __future__ import annotations
 
@@ -34,5 +34,6 @@ class Method:
         raise NotImplementedError(f"{type(self).__name__} declares no traits")
 
     def bind(self, host: Host) -> Any:
-        """What works in its place in one engine. None, of evict and skip methods: nothing has to be done."""
+        """Returns the object that works in its place in one engine. None, of evict and skip methods: nothing has to be
+        done."""
         return self

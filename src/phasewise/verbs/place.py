@@ -25,7 +25,7 @@ class Placing(ABC):
         """An engine, or an engine made of engines, ready for requests."""
 
     def policy(self, now: float, cores: Sequence[int]) -> Policy | None:
-        """Who of its workers does what, in numbers; `cores`: those of the machine, ids. A simulator asks the same
+        """Returns the policy of its workers, in numbers; `cores`: those of the machine, ids. A simulator asks the same
         policy. None: all runs in one engine."""
         return None
 
@@ -37,7 +37,7 @@ class Placing(ABC):
 
 
 class Placed(Protocol):
-    """What the server, the offline API and other placements see of an engine."""
+    """An engine as the server, the offline API and other placements see it."""
 
     model: Model
 
@@ -59,12 +59,12 @@ class Placed(Protocol):
 
     @property
     def prefix_bytes(self) -> int:
-        """Of these, the bytes of the prefix cache."""
+        """The part of these bytes that the prefix cache holds."""
         ...
 
     @property
     def workers(self) -> dict[str, int]:
-        """How many workers of each role are alive and ready; empty if all runs in one engine."""
+        """The number of workers of each role that are alive and ready; empty if all runs in one engine."""
         ...
 
     @property
@@ -83,7 +83,7 @@ class Placed(Protocol):
         ...
 
     def reach(self, recipe: str) -> int:
-        """How many positions a text may have with a recipe: the model's context, or more."""
+        """Returns the number of positions that a text may have with a recipe: the model's context, or more."""
         ...
 
     def prepare(self, params: Params, recipe: str) -> None:
@@ -106,7 +106,8 @@ class Placed(Protocol):
 
 
 class PlacementPlan(Protocol):
-    """What a placement builds from: a recipe bound to a model, from which engines for some phases can be made."""
+    """The plan that a placement builds from: a recipe bound to a model, from which engines for some phases can be
+    made."""
 
     @property
     def clock(self) -> Callable[[], float]: ...
@@ -122,7 +123,7 @@ class PlacementPlan(Protocol):
         ...
 
     def launcher(self) -> Launcher:
-        """Who starts workers, where the user wants them."""
+        """Returns the launcher, which starts workers where the user wants them."""
         ...
 
     def engine(self, phases: tuple[str, ...], share: float, ledger: Ledger | None = None) -> Engine:

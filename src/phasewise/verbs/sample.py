@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Purpose(IntEnum):
-    """What a random number is for; different purposes at one position are independent."""
+    """The use of a random number. Numbers for different uses at one position are independent."""
 
     SAMPLE = 0
     DRAFT = 1
@@ -180,8 +180,8 @@ class Sample(ABC):
         before a request with such a name is admitted, from any thread."""
 
     def greedy(self, contexts: Sequence[Context]) -> bool:
-        """Whether each of these tokens is simply the one of the largest logit (of equal ones the first): it is then not
-        called for them, and no logits are written."""
+        """Returns True if each of these tokens is simply the one of the largest logit (of equal ones the first). It is
+        then not called for them, and no logits are written."""
         return False
 
     def among(self, contexts: Sequence[Context]) -> Sequence[Tensor | None]:
@@ -210,7 +210,8 @@ def choose(sample: Sample, model: Model, x: Tensor, contexts: Sequence[Context])
 
 
 def distribution(sample: Sample, model: Model, x: Tensor, contexts: Sequence[Context]) -> Dist:
-    """What tokens are drawn from after rows x [n, d] of the last layer, one context per row."""
+    """Returns the distributions that tokens are drawn from after rows x [n, d] of the last layer, one context per
+    row."""
     if sample.greedy(contexts):
         return Dist(model.best(x, sample.among(contexts)), model.config.vocab)
     return sample(model.head(x), contexts)

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 
 class Job(Protocol):
-    """What a scheduler may know of a request. `phasewise.request.request.Request` is one; tests bring their own."""
+    """The numbers that a scheduler may know of a request. `phasewise.request.request.Request` is one; tests bring their
+    own."""
 
     @property
     def prompt_len(self) -> int: ...

@@ -75,7 +75,7 @@ class Traits:
 
     @property
     def label(self) -> str:
-        """What messages call it, its verb and its name."""
+        """Returns the name that messages give it: its verb and its name."""
         return f"{self.verb} {self.name}{self.inner}"
 
     def acts(self, phase: str) -> bool:

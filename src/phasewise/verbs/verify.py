@@ -21,7 +21,7 @@ class Random(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What the pass showed of a draft's rows, of which a verifier `wants` some; the rest is None."""
+    """The outputs of the pass for a draft's rows, of which a verifier `wants` some; the rest is None."""
 
     logits: Tensor | None = None  # float32 [rows, V], as the model says them, but -inf where a token is excluded
     hidden: Tensor | None = None  # rows of the last layer [rows, d]
