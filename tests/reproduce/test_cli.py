@@ -25,9 +25,8 @@ def test_without_a_name_it_lists_the_systems(cli: Cli) -> None:
         ("snapkv --all", "leave 'snapkv' out"),
         ("snapkv --rounds 0", "--rounds"),
         ("snapkv --examples few", "--examples"),
-        ("snapkv --resume --json found.json", "--resume goes on with --all"),
-        ("--all --resume", "--json FILE"),
-        ("--all --resume --json pyproject.toml", "nothing to go on with"),
+        ("snapkv --anew", "it goes with --all"),
+        ("--all --json pyproject.toml", "nothing to go on with"),
     ],
 )
 def test_mistakes(cli: Cli, words: str, says: str) -> None:
@@ -39,7 +38,7 @@ def test_one_system_and_its_json(cli: Cli, tmp_path: Path) -> None:
     file = tmp_path / "deep" / "found.json"
     said = cli("reproduce", "prompt_lookup", "--quick", "--no-time", "--json", file)
     assert said.code == 0, said.err
-    assert said.out.startswith("## Prompt lookup: partly")
+    assert said.out.startswith("## Prompt lookup\n\n**partly**")
     assert "quick run" in said.out and "not examined (no time was taken)" in said.out
     (report,) = map(Report.from_plain, json.loads(file.read_text())["reports"])
     assert report.markdown() in said.out
@@ -59,32 +58,38 @@ def test_all_systems_are_written_down(
 ) -> None:
     monkeypatch.setattr("phasewise.reproduce.index.names", lambda: ["prompt_lookup", "fastgen"])
     out = tmp_path / "reproduced.md"
-    said = cli("reproduce", "--all", "--quick", "--no-time", "--out", out)
+    said = cli("reproduce", "--all", "--quick", "--no-time", "--out", out, "--json", tmp_path / "found.json")
     assert said.code == 0, said.err
+    assert "prompt_lookup: partly. 1 of 2, about " in said.err and "minutes left" in said.err
     page = out.read_text()
     assert "`phasewise reproduce --all --no-time --quick`" in page
-    assert page.index("| system | verdict |") < page.index("## Prompt lookup: ") < page.index("## DeepSpeed-FastGen")
+    assert page.index("| system | claim | here | verdict |") < page.index("## Prompt lookup\n") < page.index("## Deep")
     assert "Prompt lookup" in said.out and "## Prompt lookup" not in said.out
 
 
 def test_a_run_that_was_broken_off_goes_on(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is there is not measured again; nothing of it is lost while others have their turn; another machine's is
-    refused."""
+    """What is there is not measured again, unless it follows from another file, rule or version; nothing of it is lost
+    while others have their turn; another machine's is refused."""
     file, out = tmp_path / "found.json", tmp_path / "reproduced.md"
     words = ("reproduce", "--all", "--quick", "--no-time", "--json", file, "--out", out)
     monkeypatch.setattr("phasewise.reproduce.index.names", lambda: ["prompt_lookup"])
-    assert cli(*words, "--resume").code == 0
+    assert cli(*words).code == 0
     found = json.loads(file.read_text())
     found["reports"][0]["note"] = "from before"
     file.write_text(json.dumps(found))
     monkeypatch.setattr("phasewise.reproduce.index.names", lambda: ["fastgen", "prompt_lookup"])
-    assert cli(*words, "--resume").code == 0
+    assert cli(*words).code == 0
     assert out.read_text().index("## DeepSpeed-FastGen") < out.read_text().index("*Note.* from before")
     assert len(json.loads(file.read_text())["reports"]) == 2
+    assert all(report["seconds"] > 0 for report in json.loads(file.read_text())["reports"])
+    for digest, kept in ((found["reports"][0]["digest"], True), ("of an older rule", False)):
+        found["reports"][0]["digest"] = digest
+        file.write_text(json.dumps(found))
+        assert cli(*words).code == 0 and ("*Note.* from before" in out.read_text()) is kept
     found["machine"]["cpu"] = "Another One"
     file.write_text(json.dumps(found))
-    said = cli(*words, "--resume")
-    assert said.code == 2 and "measured on Another One" in said.err
+    said = cli(*words)
+    assert said.code == 2 and "measured on Another One" in said.err and "--anew" in said.err
 
 
 def test_without_weights_one_system_stops_and_all_of_them_go_on(
@@ -94,6 +99,7 @@ def test_without_weights_one_system_stops_and_all_of_them_go_on(
     said = cli("reproduce", "rlkv", "--quick", "--no-time")
     assert said.code == 2 and "phasewise train artefact evict.rlkv" in said.err
     monkeypatch.setattr("phasewise.reproduce.index.names", lambda: ["rlkv", "prompt_lookup"])
-    said = cli("reproduce", "--all", "--quick", "--no-time", "--out", tmp_path / "reproduced.md")
+    said = cli("reproduce", "--all", "--quick", "--no-time", "--out", tmp_path / "reproduced.md",
+               "--json", tmp_path / "found.json")  # fmt: skip
     page = (tmp_path / "reproduced.md").read_text()
     assert said.code == 0 and "phasewise train artefact evict.rlkv" in page and "## Prompt lookup" in page

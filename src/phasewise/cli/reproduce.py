@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +14,7 @@ import typer
 
 from phasewise.cli import show
 from phasewise.cli.options import spread
-from phasewise.cli.progress import counting
+from phasewise.cli.progress import counting, say
 from phasewise.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,22 +33,25 @@ class ReproduceOutput:
         Path | None,
         typer.Option(help="Replace the sections of the named systems in this page, which --all has written."),
     ] = None
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all results as JSON.")] = None
-    resume: Annotated[
+    json: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Results as JSON. With --all: what is kept (default: in the cache)."),
+    ] = None
+    anew: Annotated[
         bool,
-        typer.Option(
-            "--resume",
-            help="Keep the results that --json already holds, and measure only missing ones and missing times.",
-        ),
+        typer.Option("--anew", help="With --all: measure everything, whatever an earlier run has found."),
     ] = False
 
-    def kept(self) -> dict[str, Report]:
+    def file(self, all_: bool) -> Path | None:
+        """Where results are written, and with --all read before."""
+        from phasewise.known.shelf import caches
+
+        return self.json or (caches() / "phasewise" / "reproduced.json" if all_ else None)
+
+    def kept(self, all_: bool) -> dict[str, Report]:
         """What was found before, by name. Raises UserError for a file that is none of these, or of another machine."""
-        if not self.resume:
-            return {}
-        if self.json is None:
-            raise UserError("--resume goes on with what a file holds: name it with --json FILE")
-        return _kept(self.json) if self.json.exists() else {}
+        path = self.file(all_)
+        return _kept(path) if all_ and not self.anew and path is not None and path.exists() else {}
 
 
 @dataclass(frozen=True)
@@ -85,16 +90,17 @@ def reproduce(
 ) -> None:
     """Try a published system's claim here, against a baseline and a control that must lose.
 
-    Counters are checked against closed forms, answers and times against the baseline. The verdict (holds, partly, not
-    here) follows from the measurements by rule. One system takes a minute or two, --all takes hours.
+    Counters are checked against closed forms, answers, cost and time against the baseline and against rivals. The
+    verdict (holds, partly, not here) follows by rule. One system takes a minute or two, --all about two hours on two
+    cores. --all keeps what it has found, goes on there when it is started again, and says how long is left.
 
     [bold]Examples[/]
 
       phasewise reproduce
       phasewise reproduce snapkv --no-time
       phasewise reproduce quest tidal --write docs/results/reproduced.md
-      phasewise reproduce --all --json reproduced.json
-      phasewise reproduce --all --no-time --json found.json && phasewise reproduce --all --json found.json --resume
+      phasewise reproduce --all --no-time && phasewise reproduce --all
+      phasewise reproduce --all --anew --json reproduced.json
     """
     from phasewise.reproduce import index
     from phasewise.reproduce.lab import Lab
@@ -105,13 +111,16 @@ def reproduce(
         show.table(["name", "system", "paper"], [[each, s.title, str(s.paper)] for each, s in systems])
         return
     _check(names or [], all_, output)
-    scale, kept = effort.scale(), output.kept()
+    scale, kept, file = effort.scale(), output.kept(all_), output.file(all_)
     reports: list[Report] = []
+    wanted = names or index.names()
     with Lab.open(scale) as lab:
-        for each in names or index.names():
+        for each in wanted:
             reports.append(_one(each, lab, all_, kept.get(each)))
-            if output.json is not None:
-                _save(output.json, reports, kept)
+            if file is not None:
+                _save(file, reports, kept)
+            if all_ and len(reports) < len(wanted):
+                say(progress(reports, wanted[len(reports) :], kept, scale))
             if all_:  # after each of them: it takes long
                 _write(output.out, reports, scale)
             if output.write is not None:
@@ -128,8 +137,8 @@ def _check(names: list[str], all_: bool, output: ReproduceOutput) -> None:
         raise UserError(f"--all tries every system: leave {' '.join(names)!r} out, or leave --all out")
     for name in names:
         index.system(name)
-    if output.resume and not all_:
-        raise UserError("--resume goes on with --all: leave it out, or try every system")
+    if output.anew and not all_:
+        raise UserError("--anew measures every system again: it goes with --all")
     if output.write is not None and all_:
         raise UserError("--write puts some systems into a page, and --all writes one: leave one of them out")
     if output.write is not None:
@@ -140,13 +149,36 @@ def _one(name: str, lab: Lab, among: bool, kept: Report | None) -> Report:
     from phasewise.reproduce import index
     from phasewise.reproduce.runner import complete, reproduce, settled, stages, timed
 
-    system, done = index.system(name), count()
+    system, done, digest = index.system(name), count(), index.digest(name)
+    if kept is not None and kept.digest != digest:
+        kept = None
     if kept is not None and complete(kept, lab.scale):
         return kept
+    began = time.monotonic()
     with counting(name, stages(system, lab.scale)) as bar:
         if kept is not None and settled(kept, lab.scale):
-            return timed(kept, system, lab, lambda what: bar(next(done)))
-        return reproduce(name, system, lab, lambda what: bar(next(done)), among=among)
+            found = timed(kept, system, lab, lambda what: bar(next(done)))
+        else:
+            found = reproduce(name, system, lab, lambda what: bar(next(done)), among=among)
+    before = 0.0 if kept is None else kept.seconds
+    return replace(found, digest=digest, seconds=before + time.monotonic() - began)
+
+
+def progress(found: Sequence[Report], left: Sequence[str], kept: Mapping[str, Report], scale: Scale) -> str:
+    """The last verdict, and about how long those will take that are left: as long as they took before, or as the
+    others on average."""
+    from phasewise.reproduce import index
+    from phasewise.reproduce.runner import complete
+
+    known = [report.seconds for report in (*found, *kept.values()) if report.seconds]
+    mean = sum(known) / len(known) if known else 0.0
+    seconds = 0.0
+    for name in left:
+        before = kept.get(name)
+        if before is None or before.digest != index.digest(name) or not complete(before, scale):
+            seconds += before.seconds if before is not None and before.seconds else mean
+    last, done = found[-1], len(found)
+    return f"{last.name}: {last.verdict.word}. {done} of {done + len(left)}, about {seconds / 60:.0f} minutes left"
 
 
 def _save(path: Path, reports: list[Report], kept: dict[str, Report]) -> None:
@@ -167,9 +199,12 @@ def _kept(path: Path) -> dict[str, Report]:
         found = json.loads(path.read_text(encoding="utf-8"))
         there, reports = found["machine"]["cpu"], [Report.from_plain(one) for one in found["reports"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"json={path} is nothing to go on with, as `reproduce --json` writes it: {error!r}") from error
+        raise UserError(f"json={path} is nothing to go on with, as `reproduce --all` writes it ({error!r}): measure "
+                        "all with --anew") from error  # fmt: skip
     if there != cpu():
-        raise UserError(f"json={path} was measured on {there}, this is {cpu()}: begin a file of its own")
+        raise UserError(
+            f"json={path} was measured on {there}, this is {cpu()}: begin a file of its own, or measure all with --anew"
+        )
     return {report.name: report for report in reports}
 
 

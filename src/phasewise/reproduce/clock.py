@@ -34,18 +34,22 @@ class PairedTime:
     faster: Ratio
 
 
+def who(system: System, timing: Timing) -> dict[str, Setting]:
+    """The two that are timed."""
+    everybody = {**system.contenders, **timing.settings}
+    return {role: everybody[role] for role in ("method", timing.against)}
+
+
 def timed(lab: Lab, system: System, timing: Timing, tell: Tell) -> PairedTime:
     """Measure one timing. A first, short round warms up."""
-    everybody = {str(role): setting for role, setting in system.roles.items()} | dict(timing.settings)
-    who = {role: everybody[role] for role in ("method", timing.against)}
-    name = timing.model or system.model
+    taking_part, name = who(system, timing), timing.model or system.model
     tell(f"time: {timing.name}")
     with ExitStack() as stack:
-        engines = {role: stack.enter_context(lab.engine(setting, name)) for role, setting in who.items()}
+        engines = {role: stack.enter_context(lab.engine(setting, name)) for role, setting in taking_part.items()}
         if timing.tokens:
             found = _decoded(lab, engines, name, timing)
         else:
-            found = _played(lab, engines, who, name, system, timing)
+            found = _played(lab, engines, taking_part, name, system, timing)
     faster = ratio(found[timing.against], found["method"])
     assert faster is not None
     return PairedTime(
@@ -58,13 +62,13 @@ Seconds = Mapping[str, dict[int, float]]
 
 
 def _played(
-    lab: Lab, engines: Mapping[str, Placed], who: Mapping[str, Setting], name: str, system: System, timing: Timing
+    lab: Lab, engines: Mapping[str, Placed], settings: Mapping[str, Setting], name: str, system: System, timing: Timing
 ) -> Seconds:
     assert timing.seconds is not None
     found: dict[str, dict[int, float]] = {role: {} for role in engines}
     for number in range(-1, lab.scale.rounds):
         for role in order(list(engines), number + 1):
-            load = who[role].load or timing.load or system.load
+            load = settings[role].load or timing.load or system.load
             entries = load(lab.asked(name, number + 2))
             if number < 0:
                 entries = [replace(entry, new=min(entry.new, 8), after=min(entry.after, 4)) for entry in entries]
@@ -108,8 +112,10 @@ def time_check(timing: Timing, found: PairedTime | None) -> Check:
     """Checks that every round was faster by more than asked for; it is not examined without a time."""
     name = f"{timing.name}, method against {timing.against}"
     expected = f"above {timing.least:g} in every round"
-    part: Part = "control" if timing.against == "control" else "claim"
+    part: Part = "control" if timing.against == "control" else "time"
+    of: Part | None = "time" if part == "control" else None
     if found is None:
-        return Check(part, name, "no time was taken", expected, None)
+        return Check(part, name, "no time was taken", expected, None, of)
     words = f"{found.faster} times as fast in {found.faster.n} round{'s' * (found.faster.n > 1)}"
-    return Check(part, name, words, expected, found.faster.low > timing.least)
+    short = f"{found.faster.median:.2f} times as fast" + f" as {timing.against}" * (timing.against != "baseline")
+    return Check(part, name, words, expected, found.faster.low > timing.least, of, short=short)

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import pkgutil
 from functools import cache
+from pathlib import Path
 
 from phasewise.errors import UserError, near
 from phasewise.reproduce import systems
 from phasewise.reproduce.system import System
+from phasewise.version import __version__
+
+RULE = ("verdict", "system", "runner", "clock", "grading", "answers", "headroom", "panel", "play")
 
 
 @cache
 def names() -> list[str]:
     """The names of all systems, sorted."""
     return sorted(m.name for m in pkgutil.iter_modules(systems.__path__) if not m.name.startswith("_"))
+
+
+def digest(name: str) -> str:
+    """What a verdict on a system follows from: its file, the rule, what measures, and the version of phasewise.
+
+    A report of another digest is not of today's.
+    """
+    files = [Path(systems.__path__[0]) / f"{name}.py", *(Path(__file__).with_name(f"{each}.py") for each in RULE)]
+    found = hashlib.sha256(__version__.encode())
+    for file in files:
+        found.update(file.read_bytes())
+    return found.hexdigest()[:16]
 
 
 def system(name: str) -> System:

@@ -43,6 +43,7 @@ class Lab:
     def __init__(self, room: Path, scale: Scale) -> None:
         self.scale, self.shelf = scale, Shelf(room)
         self._models: dict[tuple[str, str | None], Model] = {}
+        self.grades: dict[str, list[float]] = {}  # by what was asked of whom: nobody is asked the same twice
 
     @classmethod
     @contextmanager

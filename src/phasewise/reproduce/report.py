@@ -18,26 +18,31 @@ MARK = {True: "yes", False: "**no**", None: "not examined"}
 
 @dataclass(frozen=True)
 class Grade:
-    """The grade of one contender in one row of tasks."""
+    """The grade of one contender in one row of tasks, on a model, at a temperature."""
 
     role: str
     row: Row
+    model: str = "pocket"
+    temperature: float = 0.0
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Median seconds of the method and of another, and the paired ratio."""
+    """Median seconds of the method and of another, and the paired ratio; the settings that were timed, by role."""
 
     name: str
     against: str
     method: float
     other: float
     faster: Ratio
+    settings: dict[str, str]
+    model: str
 
 
 @dataclass(frozen=True)
 class Report:
-    """One system as it was found. `settings` are the contenders by role, as words."""
+    """One system as it was found. `settings` are the contenders by role, as words; `digest` is that of the files and
+    the version that it follows from, and `seconds` what it took."""
 
     name: str
     title: str
@@ -53,14 +58,18 @@ class Report:
     grades: tuple[Grade, ...]
     speeds: tuple[Speed, ...]
     verdict: Verdict
+    line: str = ""
+    arithmetic: tuple[str, ...] = ()
+    digest: str = ""
+    seconds: float = 0.0
 
     @classmethod
     def of(cls, name: str, system: System, model: str, scale: Scale, **found: Any) -> Report:
         """Builds a report from a system's own description and from what was found."""
-        settings = {str(role): str(setting) for role, setting in system.roles.items()}
+        settings = {role: str(setting) for role, setting in system.contenders.items()}
         return cls(
             name, system.title, str(system.paper), system.claim, system.conditions, settings, system.control_is, model,
-            system.note, scale, **found,
+            system.note, scale, line=system.line, **found,
         )  # fmt: skip
 
     def plain(self) -> dict[str, Any]:
@@ -76,7 +85,8 @@ class Report:
             "conditions": tuple(data["conditions"]),
             "scale": Scale(**data["scale"]),
             "checks": tuple(Check(**check) for check in data["checks"]),
-            "grades": tuple(Grade(one["role"], Row(**one["row"])) for one in data["grades"]),
+            "grades": tuple(Grade(**{**one, "row": Row(**one["row"])}) for one in data["grades"]),
+            "arithmetic": tuple(data["arithmetic"]),
             "speeds": speeds,
             "verdict": Verdict(data["verdict"]["word"], tuple(data["verdict"]["reasons"])),
         })  # fmt: skip
@@ -84,12 +94,14 @@ class Report:
     def markdown(self, level: int = 2) -> str:
         """A section about the system."""
         blocks = [
-            f"{'#' * level} {self.title}: {self.verdict.word}",
-            f"{self.paper}. **Claim**: {self.claim}",
+            f"{'#' * level} {self.title}",
+            f"**{self.verdict.word}**. {self.paper}. **Claim**: {self.claim}",
             "**Measured there under**: " + "; ".join(self.conditions) + f". **Here**: {self._here()}",
-            _bullets([f"{role}: `{setting}`" for role, setting in self.settings.items()], self.control_is),
+            _bullets(self.settings, self.control_is),
             _checks(self.checks),
         ]
+        if self.arithmetic:
+            blocks.append("**Arithmetic of the knobs** (no check: it cannot fail):\n\n" + _list(self.arithmetic))
         if self.grades:
             blocks.append(_grades(self.grades))
         if self.speeds:
@@ -97,7 +109,7 @@ class Report:
         if self.verdict.reasons:
             blocks.append(f"**Verdict: {self.verdict.word}**, because:\n\n" + _list(self.verdict.reasons))
         else:
-            blocks.append(f"**Verdict: {self.verdict.word}.** Every check passes, and the control loses.")
+            blocks.append(f"**Verdict: {self.verdict.word}.** Every condition of the claim passes, and controls lose.")
         if self.note:
             blocks.append(f"*Note.* {self.note}")
         return "\n\n".join(blocks)
@@ -109,9 +121,10 @@ class Report:
         return ", ".join(words) + "."
 
 
-def _bullets(settings: Sequence[str], control_is: str) -> str:
-    *others, control = settings
-    return _list([*others, f"{control}, {control_is}"])
+def _bullets(settings: Mapping[str, str], control_is: str) -> str:
+    said = {role: f"{role}: `{setting}`" for role, setting in settings.items()}
+    said["control"] += f", {control_is}"
+    return _list(said.values())
 
 
 def _list(lines: Iterable[str]) -> str:
@@ -119,7 +132,7 @@ def _list(lines: Iterable[str]) -> str:
 
 
 def _checks(checks: Sequence[Check]) -> str:
-    body = [[c.name, c.part, c.measured, c.expected, MARK[c.passed]] for c in checks]
+    body = [[c.name, f"control of {c.of}" if c.of else c.part, c.measured, c.expected, MARK[c.passed]] for c in checks]
     return _table(["check", "part", "measured", "expected", "passes"], body)
 
 
@@ -129,16 +142,20 @@ def _grades(grades: Sequence[Grade]) -> str:
         row, exact = grade.row, grade.row.unit == "exact"
         value = f"{row.value:.1%} right" if exact else f"{row.value:.3f} {row.unit}"
         span = f"{row.low:.1%} to {row.high:.1%}" if exact else f"{row.low:.3f} to {row.high:.3f}"
-        body.append([row.name, grade.role, value, span, str(row.n)])
-    return markdown(["task", "who", "value", "95 % interval", "n"], body)
+        way = "forced" if not exact else f"T={grade.temperature:g}" if grade.temperature else "greedy"
+        body.append([row.name, grade.model, way, grade.role, value, span, str(row.n)])
+    return markdown(["task", "model", "written", "who", "value", "95 % interval", "n"], body)
 
 
 def _speeds(speeds: Sequence[Speed]) -> str:
     body = [
-        [s.name, milliseconds(s.method), f"{s.against} {milliseconds(s.other)}", str(s.faster), str(s.faster.n)]
+        [
+            s.name, s.model, f"`{s.settings['method']}`: {milliseconds(s.method)}",
+            f"{s.against} `{s.settings[s.against]}`: {milliseconds(s.other)}", str(s.faster), str(s.faster.n),
+        ]
         for s in speeds
-    ]
-    return markdown(["time", "method", "other", "times as fast (range)", "rounds"], body)
+    ]  # fmt: skip
+    return _table(["time", "model", "method", "other", "times as fast (range)", "rounds"], body)
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -147,11 +164,38 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
+OVERVIEW = ("system", "claim", "here", "verdict", "why no more")
+
+
 def overview(reports: Sequence[Report]) -> str:
-    """A row per system: the verdict and its first reason."""
-    body = []
-    for report in reports:
-        reasons = report.verdict.reasons
-        more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
-        body.append([report.title, f"**{report.verdict.word}**", reasons[0] + more if reasons else ""])
-    return _table(["system", "verdict", "why no more"], body)
+    """A row per system: its claim in one line, what it comes to here, the verdict and the first reason."""
+    return _table(OVERVIEW, [summary(report) for report in reports])
+
+
+def summary(report: Report) -> list[str]:
+    """The row of one system; its name leads to its section."""
+    reasons = report.verdict.reasons
+    more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
+    return [
+        f"[{report.title}](#{anchor(report.title)})", report.line, _ours(report), f"**{report.verdict.word}**",
+        reasons[0] + more if reasons else "",
+    ]  # fmt: skip
+
+
+def anchor(title: str) -> str:
+    """The anchor that Markdown pages give a heading of these words."""
+    kept = "".join(c for c in title.lower() if c.isalnum() or c in " -_")
+    return kept.replace(" ", "-")
+
+
+def _ours(report: Report) -> str:
+    """What answers, cost and time come to here, in one line."""
+    said = []
+    models = list(dict.fromkeys(check.model for check in report.checks if check.part == "answers" and check.short))
+    for model in models:
+        shorts = [check.short for check in report.checks if check.part == "answers" and check.model == model]
+        said.append(f"answers{f' ({model})' if model else ''} {', '.join(filter(None, shorts))}")
+    said += [check.short for check in report.checks if check.part == "cost" and check.short]
+    said += [f"{each} (arithmetic)" for each in report.arithmetic]
+    said += [check.short for check in report.checks if check.part == "time" and check.short]
+    return "; ".join(said)

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from phasewise.bench.rounds import agreement
 from phasewise.errors import Untrained, UserError
-from phasewise.reproduce import answers, clock
+from phasewise.reproduce import clock
+from phasewise.reproduce.grading import contenders, graded, quality_checks
+from phasewise.reproduce.headroom import has_room
 from phasewise.reproduce.lab import Lab, Scale
 from phasewise.reproduce.report import Grade, Report, Speed
-from phasewise.reproduce.system import Attempt, AttemptOutcome, Case, Counter, Part, Saving, System, Value
+from phasewise.reproduce.system import (
+    Attempt,
+    AttemptOutcome,
+    Case,
+    Counter,
+    KnobRatio,
+    Saving,
+    Setting,
+    System,
+    Value,
+)
 from phasewise.reproduce.verdict import Check, judge
 
 Tell = Callable[[str], object]
@@ -19,9 +31,12 @@ RUNS = "everything runs"  # a check that is there if it does not
 
 def stages(system: System, scale: Scale) -> int:
     """The number of stages that `reproduce` will report."""
-    own = sum(counter.load is not None for counter in system.counters)
+    own = len([counter for counter in system.counters if counter.load is not None])
+    own += sum(len(who) for _, who in _elsewhere(system).values())
+    asked = sum(len(contenders(quality, system.everybody)) for quality in system.quality)
+    attempts = sum(scale.time or attempt.part != "time" for attempt in system.attempts)
     timings = len(system.timings) if scale.time else 0
-    return 3 + own + 3 * (system.quality is not None) + len(system.attempts) + timings
+    return len(system.contenders) + own + asked + attempts + timings
 
 
 @dataclass
@@ -31,6 +46,7 @@ class Findings:
     checks: list[Check] = field(default_factory=list)
     grades: list[Grade] = field(default_factory=list)
     speeds: list[Speed] = field(default_factory=list)
+    arithmetic: list[str] = field(default_factory=list)
 
     def refuse(self, error: UserError) -> None:
         self.checks.append(Check("counter", RUNS, f"refused: {error}", "a run to the end", False))
@@ -58,7 +74,9 @@ def reproduce(
 def timed(report: Report, system: System, lab: Lab, tell: Tell = lambda what: None) -> Report:
     """The same report with its times taken, anew if it has any; nothing else of it is measured again."""
     times = {clock.time_check(timing, None).name for timing in system.timings}
+    times |= {attempt.name for attempt in system.attempts if attempt.part == "time"}
     found = Findings([check for check in report.checks if check.name not in times], list(report.grades))
+    found.arithmetic = list(report.arithmetic)
     try:
         _time(system, lab, tell, found)
     except UserError as error:
@@ -82,7 +100,8 @@ def _report(name: str, system: System, lab: Lab, found: Findings) -> Report:
     missing = system.missing + ("samples large enough to conclude from: a quick run",) * lab.scale.quick
     return Report.of(
         name, system, lab.real(system.model), lab.scale, checks=tuple(found.checks), grades=tuple(found.grades),
-        speeds=tuple(found.speeds), verdict=judge(found.checks, missing),
+        speeds=tuple(found.speeds), arithmetic=tuple(found.arithmetic),
+        verdict=judge(found.checks, system.promises, missing, bool(system.arithmetic)),
     )  # fmt: skip
 
 
@@ -90,16 +109,17 @@ def _measure(system: System, lab: Lab, tell: Tell, found: Findings) -> None:
     case, checks = _case(lab, system, tell), found.checks
     checks += [_same_tokens(case)] if system.exact else []
     checks += [_counted(counter, _own(lab, system, counter, case, tell)) for counter in system.counters]
-    checks += [_saved(saving, case) for saving in system.savings]
-    if system.quality is not None:
-        contenders = {str(role): setting for role, setting in system.roles.items()}
-        contenders["baseline"] = system.quality.baseline or system.baseline
-        graded = answers.graded(lab, system.quality, contenders, tell)
-        found.grades += [Grade(role, row) for role, row in graded.rows()]
-        checks += answers.quality_checks(system.quality, graded)
+    found.arithmetic += [_divided(ratio, case) for ratio in system.arithmetic]
+    cases = {key: _played(lab, system, saving, who, tell) for key, (saving, who) in _elsewhere(system).items()}
+    checks += [_saved(saving, system, cases.get(_place(saving), case)) for saving in system.savings]
+    for quality in system.quality:
+        graded_here = graded(lab, quality, contenders(quality, system.everybody), tell)
+        found.grades += [Grade(role, row, quality.model, quality.temperature) for role, row in graded_here.rows()]
+        checks += quality_checks(quality, graded_here)
     for attempt in system.attempts:
-        tell(attempt.name)
-        checks.append(_tried(attempt, lab))
+        if attempt.part != "time":
+            tell(attempt.name)
+            checks.append(_tried(attempt, lab))
 
 
 def _time(system: System, lab: Lab, tell: Tell, found: Findings) -> None:
@@ -108,18 +128,62 @@ def _time(system: System, lab: Lab, tell: Tell, found: Findings) -> None:
         if not timing.price:
             found.checks.append(clock.time_check(timing, taken))
         if taken is not None:
-            found.speeds.append(Speed(timing.name, timing.against, taken.method, taken.other, taken.faster))
+            settings = {role: str(setting) for role, setting in clock.who(system, timing).items()}
+            model = lab.real(timing.model or system.model)
+            found.speeds.append(
+                Speed(timing.name, timing.against, taken.method, taken.other, taken.faster, settings, model)
+            )
+    for attempt in system.attempts:
+        if attempt.part == "time" and lab.scale.time:
+            tell(attempt.name)
+            found.checks.append(_tried(attempt, lab))
+        elif attempt.part == "time":
+            found.checks.append(Check("time", attempt.name, "no time was taken", attempt.expected, None))
 
 
 def _case(lab: Lab, system: System, tell: Tell) -> Case:
     runs = {}
     one: Case | None = None
-    for role, setting in system.roles.items():
+    for role, setting in system.contenders.items():
         tell(f"counters: {role}")
         one = lab.case({role: setting}, system.load, system.model, system.dtype)
         runs[role] = one.runs[role]
     assert one is not None
     return Case({str(role): run for role, run in runs.items()}, one.config, one.row_bytes)
+
+
+def _place(saving: Saving) -> str:
+    """What tells apart the runs that a saving is measured on; empty for the system's own."""
+    here = saving.load is None and not saving.model and not saving.settings
+    return "" if here else repr((id(saving.load), saving.model, {role: str(s) for role, s in saving.settings.items()}))
+
+
+def _against(saving: Saving, system: System) -> list[str]:
+    return list(system.rivals) if saving.against == "rivals" else [saving.against]
+
+
+def _elsewhere(system: System) -> dict[str, tuple[Saving, dict[str, Setting]]]:
+    """Runs that savings with a load or a model of their own need: who takes part, by place."""
+    found: dict[str, tuple[Saving, dict[str, Setting]]] = {}
+    for saving in system.savings:
+        if place := _place(saving):
+            asked = {**system.contenders, **saving.settings}
+            found.setdefault(place, (saving, {}))[1].update(
+                {role: asked[role] for role in ("method", *_against(saving, system))}
+            )
+    return found
+
+
+def _played(lab: Lab, system: System, saving: Saving, who: Mapping[str, Setting], tell: Tell) -> Case:
+    """The runs of one place. Tokens are compared nowhere here, so that the checkpoint's own dtype will do."""
+    name, runs = saving.model or system.model, {}
+    one: Case | None = None
+    for role, setting in who.items():
+        tell(f"{saving.name}: {role}")
+        one = lab.case({role: setting}, saving.load or system.load, name)
+        runs[role] = one.runs[role]
+    assert one is not None
+    return Case(runs, one.config, one.row_bytes)
 
 
 def _own(lab: Lab, system: System, counter: Counter, case: Case, tell: Tell) -> Case:
@@ -153,13 +217,32 @@ def _near(measured: Value, predicted: Value, within: float) -> bool:
     return abs(measured - predicted) <= within * abs(predicted)
 
 
-def _saved(saving: Saving, case: Case) -> Check:
-    ours, theirs = (saving.cost(case, case.runs[role]) for role in ("method", saving.against))
+def _saved(saving: Saving, system: System, case: Case) -> Check:
+    ours = saving.cost(case, case.method)
+    costs = {role: saving.cost(case, case.runs[role]) for role in _against(saving, system)}
+    other = min(costs, key=lambda role: costs[role])
+    theirs = costs[other]
     factor = f"{theirs / ours:.2f} times" if ours else "without bound" if theirs else "neither has any"
-    part: Part = "claim" if saving.against == "baseline" else "control"
-    measured = f"{text(ours)} against the {saving.against}'s {text(theirs)} ({factor})"
+    measured = f"{text(ours)} against {_named(other)}'s {text(theirs)} ({factor})"
     passed = theirs > 0 and theirs >= saving.least * ours
-    return Check(part, saving.name, measured, f"at least {saving.least:g} times less", passed)
+    expected = f"at least {saving.least:g} times less"
+    if saving.against == "control":
+        return Check("control", saving.name, measured, expected, passed, "cost", saving.model)
+    short = f"{saving.name} {theirs / ours:.2f} times less" if ours else f"{saving.name}: none"
+    short += f" than {other}" * (saving.against == "rivals")
+    short += f" ({saving.model})" * bool(saving.model)
+    rival = saving.against == "rivals"
+    return Check("cost", saving.name, measured, expected, passed, model=saving.model, short=short, rival=rival)
+
+
+def _named(role: str) -> str:
+    return f"the {role}" if role in ("baseline", "control") else role
+
+
+def _divided(ratio: KnobRatio, case: Case) -> str:
+    """What follows from the knobs, in words."""
+    ours, theirs = (ratio.cost(case, case.runs[role]) for role in ("method", "baseline"))
+    return f"{ratio.name}: {text(ours)} instead of {text(theirs)}, {theirs / ours:.2f} times less"
 
 
 def _tried(attempt: Attempt, lab: Lab) -> Check:
@@ -167,7 +250,12 @@ def _tried(attempt: Attempt, lab: Lab) -> Check:
         tried = attempt.run(lab)
     except UserError as error:
         tried = AttemptOutcome(False, f"refused: {error}")
-    return Check(attempt.part, attempt.name, tried.measured, attempt.expected, tried.passed)
+    passed: bool | None = tried.passed
+    measured = tried.measured
+    if tried.baseline is not None and not has_room(tried.baseline):
+        passed, measured = None, f"no headroom: the baseline answers {tried.baseline:.0%}; {measured}"
+    short = measured if attempt.part in ("cost", "time") else ""
+    return Check(attempt.part, attempt.name, measured, attempt.expected, passed, attempt.of, attempt.model, short)
 
 
 def text(value: Value) -> str:

@@ -1,22 +1,37 @@
-"""Held-out source on a model that nobody here has trained: what pocket has not learned to need shows there."""
+"""The model that nobody here has trained: what drafters save there, and how fast they are."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 
-from phasewise.bench.stats import means
-from phasewise.reproduce.answers import code
-from phasewise.reproduce.lab import Lab
-from phasewise.reproduce.system import AttemptOutcome, Quality, Setting
-from phasewise.reproduce.workload import STRANGER
+from phasewise.reproduce import loads
+from phasewise.reproduce.headroom import stranger_chat
+from phasewise.reproduce.play import LoadEntry, PlayedRun
+from phasewise.reproduce.system import Case, Saving, Timing
+from phasewise.reproduce.workload import STRANGER, PromptSource
 
-CODE = Quality(("code",), allowed=0.0, examples=12, window=1152, given=1024)
-FEWEST = 2  # stretches of a quick run
+QUESTIONS = (
+    "Explain why the sky is blue.",
+    "Write a short story about a cat and a dog.",
+    "List the planets of the solar system with one fact about each.",
+    "How do I make a simple soup from vegetables?",
+)
 
 
-def lead(lab: Lab, ours: Setting, theirs: Setting, quality: Quality = CODE) -> AttemptOutcome:
-    """Checks that the same stretches are likelier with ours than with theirs, for certain, or less so by no more than
-    is `allowed`."""
-    n = FEWEST if lab.scale.quick else lab.scale.examples or quality.examples
-    gain = means(*(code(lab, replace(each, model=STRANGER), quality, n) for each in (ours, theirs)))
-    return AttemptOutcome(gain.low > -quality.allowed, f"log-likelihood {gain.text(False)}")
+def asking(asked: PromptSource) -> list[LoadEntry]:
+    """Everyday questions through its chat template."""
+    some = QUESTIONS[: asked.size(len(QUESTIONS))]
+    return [LoadEntry(stranger_chat(question), asked.size(96, 16)) for question in some]
+
+
+def shorter(asked: PromptSource) -> list[LoadEntry]:
+    """Half of them, as far as a clock needs."""
+    return [LoadEntry(stranger_chat(question), asked.size(48, 8)) for question in QUESTIONS[:2]]
+
+
+def saved(passes: Callable[[Case, PlayedRun], float], least: float) -> Saving:
+    """Passes per token there against plain decoding, as on the pocket model."""
+    return Saving("passes per token", passes, "baseline", least, load=asking, model=STRANGER)
+
+
+FASTER = Timing(f"time per token, {STRANGER}", 1.0, loads.pace, load=shorter, model=STRANGER)

@@ -1,6 +1,7 @@
 """A published system as data: its claim, who is compared on what, closed forms, and what would count against it.
 
-A file in `systems/` holds one `System`. Nothing in it is a result: every number that a report shows comes from runs.
+A file in `systems/` holds one `System`. It states the claim as conditions on answers, cost and time. Nothing in it is
+a result: every number that a report shows comes from runs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
     from phasewise.request.counters import Counters
 
 Role = Literal["method", "baseline", "control"]
-Part = Literal["exact", "counter", "claim", "quality", "control"]
+Kind = Literal["answers", "cost", "time"]
+Part = Literal["exact", "counter", "answers", "cost", "time", "mechanism", "control"]
+"""What a check is about. Answers, cost and time are conditions; a mechanism is how the paper says that they come."""
 Value = float | tuple[float, ...]
 Load = Callable[["PromptSource"], "list[LoadEntry]"]
 """What is asked of an engine; the same for everybody, new prompts for every seed."""
@@ -96,13 +99,31 @@ class Counter:
 
 
 @dataclass(frozen=True)
-class Saving:
-    """A cost of the method that must be at least `least` times smaller than that of the baseline, or of the control."""
+class KnobRatio:
+    """A cost of the baseline over the method's that follows from the knobs alone, whatever the model does.
+
+    It is printed as arithmetic. It is never a check, because it cannot fail.
+    """
 
     name: str
     cost: Callable[[Case, PlayedRun], float]
-    against: Literal["baseline", "control"]
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A measured cost that must be `least` times smaller with the method than with another contender.
+
+    `against` "rivals" is the cheapest of the system's rivals. With a `load` or a `model` of its own it is measured on
+    these; `settings` replace contenders by role or by the name of a rival.
+    """
+
+    name: str
+    cost: Callable[[Case, PlayedRun], float]
+    against: Literal["baseline", "control", "rivals"]
     least: float = 1.1
+    load: Load | None = None
+    model: str = ""
+    settings: Mapping[str, Setting] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -110,16 +131,24 @@ class Quality:
     """Answers to checkable tasks, or the loss on held-out code, on the same examples for everybody.
 
     The method keeps its quality if the 95 % interval of its paired difference to the baseline lies above -`allowed`;
-    the control loses if the interval of the method's lead over it lies above 0.
+    it is better than a rival, or than the baseline where `gains`, if that interval lies above 0; the control loses if
+    the interval of the method's lead over it lies above 0. Tasks on which the baseline answers less than 20 % or more
+    than 95 % are measured and not counted.
     """
 
-    tasks: tuple[str, ...]  # rows of bench.quality
-    allowed: float  # share of right answers; for the loss on code, nats per token
+    tasks: tuple[str, ...]  # rows of reproduce.answers
+    allowed: float | None  # share of right answers; for the loss on code, nats per token; None: nothing is to be kept
     examples: int  # of each task
     window: int = 0  # tokens of a stretch of code
     given: int = 16  # its tokens that are the prompt; the others are judged
     edited: int = 0  # its tokens that are new in a text known so far; what stands at its end is then judged
     baseline: Setting | None = None  # where the answers are to be compared with somebody else's
+    model: str = "pocket"
+    temperature: float = 0.0  # of the answers; code is written by force, whatever it is
+    gains: bool = False  # the claim is that answers get better, not that they are kept
+    rivals: Mapping[str, Setting] = field(default_factory=dict)  # of equal cost, which the paper says are worse
+    settings: Mapping[str, Setting] = field(default_factory=dict)  # contenders by role, where they are others here
+    alone: bool = False  # no control is asked: the system's own could not win, and attempts have fairer ones
 
 
 @dataclass(frozen=True)
@@ -128,13 +157,13 @@ class Timing:
 
     `tokens` above 0: both hold a request of so many tokens, and a round decodes some more of them. Otherwise a round
     plays the load, and `seconds` says what of it counts. `settings` replace contenders by role. With `price` the ratio
-    is shown and judged by nobody.
+    is shown and judged by nobody: it can support no claim of speed.
     """
 
     name: str
     least: float = 1.0
     seconds: Callable[[PlayedRun], float] | None = None
-    against: Literal["baseline", "control"] = "baseline"
+    against: str = "baseline"  # or "control", or a rival's name
     load: Load | None = None
     model: str | None = None
     settings: Mapping[str, Setting] = field(default_factory=dict)
@@ -144,25 +173,33 @@ class Timing:
 
 @dataclass(frozen=True)
 class AttemptOutcome:
-    """The outcome of an attempt, in words."""
+    """The outcome of an attempt, in words. `baseline` is the share of right answers that the baseline gives, where the
+    attempt asks whether answers are kept: without headroom it is not counted."""
 
     passed: bool
     measured: str
+    baseline: float | None = None
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """Something of the claim that is tried out in a way of its own."""
+    """Something of the claim that is tried out in a way of its own; a control says of which part it is one."""
 
     part: Part
     name: str
     expected: str
     run: Callable[[Lab], AttemptOutcome]
+    of: Part | None = None
+    model: str = ""
 
 
 @dataclass(frozen=True)
 class System:
-    """One published system. `missing` are parts of its claim that nobody examines here: they spoil a *holds*."""
+    """One published system.
+
+    `promises` says which of answers, cost and time the paper's claim is about: each needs a check that is judged.
+    `missing` are parts of the claim that nobody examines here. Either spoils a *holds*.
+    """
 
     title: str
     paper: Paper
@@ -174,11 +211,15 @@ class System:
     control_is: str  # why it must lose
     load: Load
     model: str = "pocket"
+    line: str = ""  # the claim in one line of the overview
+    promises: tuple[Kind, ...] = ()
+    rivals: Mapping[str, Setting] = field(default_factory=dict)  # by name; they do the same work and lack the idea
     exact: bool = False  # the baseline's tokens come out; compared in float32, where no rounding decides a near-tie
     missing: tuple[str, ...] = ()
     counters: tuple[Counter, ...] = ()
+    arithmetic: tuple[KnobRatio, ...] = ()
     savings: tuple[Saving, ...] = ()
-    quality: Quality | None = None
+    quality: tuple[Quality, ...] = ()
     attempts: tuple[Attempt, ...] = ()
     timings: tuple[Timing, ...] = ()
     note: str = ""  # explains; decides nothing
@@ -191,3 +232,13 @@ class System:
     @property
     def roles(self) -> dict[Role, Setting]:
         return {"method": self.method, "baseline": self.baseline, "control": self.control}
+
+    @property
+    def everybody(self) -> dict[str, Setting]:
+        """The contenders by role, as plain words."""
+        return {str(role): setting for role, setting in self.roles.items()}
+
+    @property
+    def contenders(self) -> dict[str, Setting]:
+        """The contenders by role, and the rivals by name."""
+        return {**self.everybody, **self.rivals}

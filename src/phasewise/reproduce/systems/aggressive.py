@@ -28,6 +28,8 @@ SYSTEM = System(
     baseline=Setting(most=1),
     control=Setting(objects={"decode": Speculative(RandomGuess(K, VOCAB), Match())}, most=1),
     control_is="as long guesses drawn at random",
+    line="the source of an edit is the draft: 7 to 9 times as fast",
+    promises=("cost", "time"),
     load=loads.answering("copy", "edit", n=16),
     exact=True,
     missing=("the second drafter (GAD), which is a trained model",),

@@ -17,6 +17,7 @@ from phasewise.model import artefacts
 from phasewise.reproduce import loads
 from phasewise.reproduce.controls import Control, drawn
 from phasewise.reproduce.lab import Lab
+from phasewise.reproduce.panel import HOT, SHORT
 from phasewise.reproduce.system import Attempt, AttemptOutcome, Case, Counter, Paper, Quality, Setting, System, Timing
 from phasewise.request.request import Request
 from phasewise.train import dense
@@ -112,6 +113,8 @@ SYSTEM = System(
     baseline=Setting(),
     control=Setting(objects={"decode": RandomLatents(Augment(LATENTS))}),
     control_is="as many rows, as long, in the same places, drawn at random",
+    line="latents of a coprocessor in the cache: better answers of a frozen model",
+    promises=("answers",),
     load=loads.lone(PROMPT, NEW),
     missing=("a coprocessor with all weights of its own", "more latents raising more"),
     counters=(
@@ -120,13 +123,14 @@ SYSTEM = System(
         Counter("KV bytes held at the last token", "prompt + latents + tokens rows",
                 lambda case: case.method.steps[-2].kv, held),
     ),
-    quality=Quality(("arithmetic", "second", "recall@256"), allowed=0.0, examples=60),
+    quality=(Quality(SHORT, None, 40, gains=True), Quality(SHORT, None, 40, temperature=HOT, gains=True)),
     attempts=(
-        Attempt("claim", "loss of what follows a prompt, held out: none less own", "all of it above 0",
-                lead("none")),
-        Attempt("control", "the same: random latents less own", "all of it above 0", lead("random")),
+        Attempt("answers", "loss of what follows a prompt, held out: none less own", "all of it above 0",
+                lead("none"), model="pocket"),
+        Attempt("control", "the same: random latents less own", "all of it above 0",
+                lead("random"), "answers", "pocket"),
         Attempt("control", "the same: another prompt's latents less own", "all of it above 0",
-                lead("another")),
+                lead("another"), "answers", "pocket"),
     ),
     timings=(Timing("time per token at 512 tokens", 1.0, tokens=512, price=True),),
     note="The coprocessor is the base with low-rank weights. Without trained weights nothing of this can be examined: "

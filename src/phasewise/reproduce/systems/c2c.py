@@ -13,10 +13,11 @@ from phasewise.methods.decode._fuser import SIDES
 from phasewise.methods.decode._second import Rows
 from phasewise.methods.decode.c2c import C2C, Fusing
 from phasewise.reproduce import loads
-from phasewise.reproduce.answers import losses, right
+from phasewise.reproduce.answers import losses
 from phasewise.reproduce.controls import Control, drawn
 from phasewise.reproduce.knowers import KEYS, RECEIVER, SHARERS, WIDTH, facts, fuser
 from phasewise.reproduce.lab import Lab
+from phasewise.reproduce.panel import HOT, SHORT
 from phasewise.reproduce.play import finish
 from phasewise.reproduce.system import Attempt, AttemptOutcome, Counter, Paper, Quality, Setting, System, Timing
 from phasewise.request.params import Params
@@ -29,8 +30,6 @@ ASKED = 60  # facts of each model
 METHOD, ALONE = Setting({"decode": "c2c"}), Setting()
 DRAWN = Setting({"decode": "c2c:weights=random:0"})
 CODE = Quality(("code",), allowed=0.02, examples=24, window=512, given=384)
-TASKS = ("recall@256", "sort", "reverse", "second", "arithmetic")
-EACH = 30  # examples of a task
 
 
 def instead(made: Fusing, other: Callable[[list[Rows], Request, int], list[Rows]]) -> Fusing:
@@ -76,27 +75,12 @@ class Reversed(Control):
         return made
 
 
-def code_gain(lab: Lab) -> AttemptOutcome:
-    """A smaller loss than the receiver's alone."""
-    n = min(lab.scale.examples or CODE.examples, 4 if lab.scale.quick else CODE.examples)
-    gain = means(*(losses(lab, each, CODE, n) for each in (METHOD, ALONE)))
-    return AttemptOutcome(gain.low > 0, f"log-likelihood {gain.text(False)}")
-
-
 def gates_matter(lab: Lab) -> AttemptOutcome:
     """A smaller loss than with the gates the other way round."""
     n = min(lab.scale.examples or CODE.examples, 4 if lab.scale.quick else CODE.examples)
     turned = Setting(objects={"decode": Reversed(C2C())})
     gain = means(*(losses(lab, each, CODE, n) for each in (METHOD, turned)))
     return AttemptOutcome(gain.low > 0, f"log-likelihood {gain.text(False)}")
-
-
-def answers_gain(lab: Lab) -> AttemptOutcome:
-    """More right answers than the receiver alone."""
-    n = min(lab.scale.examples or EACH, 6 if lab.scale.quick else EACH)
-    mine, alone = ([g for task in TASKS for g in right(lab, each, task, n)] for each in (METHOD, ALONE))
-    gain = shares(mine, alone)
-    return AttemptOutcome(gain.low > 0, gain.text(True))
 
 
 @dataclass(frozen=True)
@@ -169,6 +153,8 @@ SYSTEM = System(
     baseline=ALONE,
     control=Setting(objects={"decode": PermutedSharer(C2C())}),
     control_is="the same fuser over the sharer's rows in an order drawn at random",
+    line="another model's cache fused into one's own: 8.5 to 10.5 % more right answers than either model's",
+    promises=("answers", "time"),
     load=loads.lone(PROMPT, NEW),
     missing=("models with different tokenizers", "text sent from one to the other"),
     counters=(
@@ -179,22 +165,21 @@ SYSTEM = System(
         Counter("passes of the sharer", "one for each 512 of these",
                 lambda case: case.work.draft_forwards, lambda case: -(-(loads.prompt_rows(case) - 1) // 512)),
     ),
-    quality=CODE,
+    quality=(
+        Quality(SHORT, None, 30, temperature=HOT, gains=True),
+        Quality(("code",), None, 24, window=512, given=384, gains=True),
+    ),
     attempts=(
-        Attempt("claim", "loss of code behind 384 tokens, method less the receiver alone", "all of it above 0",
-                code_gain),
-        Attempt("claim", f"right answers ({', '.join(TASKS)}), method less the receiver alone", "all of it above 0",
-                answers_gain),
-        Attempt("claim", "facts of three tiny models, said by one with the caches of both others, less the best alone",
-                "all of it above 0", facts_gain),
+        Attempt("answers", "facts of three tiny models, said by one with both others' caches, less the best alone",
+                "all of it above 0", facts_gain, model=RECEIVER),
         Attempt("control", "the same facts, less those said with other prompts' caches", "all of it above 0",
-                facts_lost),
+                facts_lost, "answers", RECEIVER),
         Attempt("control", "loss of code, method less the same with open gates closed and closed ones open",
-                "all of it above 0", gates_matter),
+                "all of it above 0", gates_matter, "mechanism"),
     ),
     timings=(Timing("seconds to the first token of 1,024 tokens (random weights)", 0.5, seconds=loads.per_token,
                     load=loads.lone(1024, 1), settings={"method": DRAWN}, price=True),),
-    note="The sharer is pocket-draft, which was trained on the texts of the pocket model and knows nothing beside: "
-    "what there is to gain here, the fuser itself has learned. Models that know different things are made for the "
-    "occasion (phasewise/reproduce/knowers.py): of three layers each, with a fuser for each sharer.",
+    note="On the pocket model the sharer is pocket-draft, which was trained on the same texts and knows nothing "
+    "beside: what there is to gain there, the fuser itself has learned. Models that know different things are made "
+    "for the occasion (phasewise/reproduce/knowers.py): of three layers each, with a fuser for each sharer.",
 )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -19,13 +20,13 @@ from phasewise.options import parse
 from phasewise.reproduce import loads
 from phasewise.reproduce.controls import Coarse
 from phasewise.reproduce.lab import Lab
+from phasewise.reproduce.panel import always, long_texts
 from phasewise.reproduce.system import (
     Attempt,
     AttemptOutcome,
     Case,
     Counter,
     Paper,
-    Quality,
     Saving,
     Setting,
     System,
@@ -126,6 +127,9 @@ def ladder(lab: Lab) -> AttemptOutcome:
     return AttemptOutcome(further and not falls and abs(more[0]) <= CLOSE, said)
 
 
+ON = Setting({**APART, "store": f"cachegen:level={LEVEL}"})
+AS_IS, ALLOWED = Setting(APART), 0.05  # rows as they are; the paper keeps 0.98 of the accuracy
+ANY = Setting(APART, {"store": Coarse(1)})
 SYSTEM = System(
     title="CacheGen",
     paper=Paper("CacheGen: KV Cache Compression and Streaming for Fast Large Language Model Serving", "2310.07240"),
@@ -133,10 +137,13 @@ SYSTEM = System(
     "original, so that contexts load 3.2 to 3.7 times faster over links of 0.1 to 10 Gbit/s.",
     conditions=("Mistral-7B, Llama-34B and 70B", "LongChat, TriviaQA and others, contexts of thousands of tokens",
                 "stored contexts streamed over a network"),
-    method=Setting({**APART, "store": f"cachegen:level={LEVEL}"}),
+    method=ON,
     baseline=Setting({**APART, "store": "int8"}),
-    control=Setting(APART, {"store": Coarse(1)}),
+    control=ANY,
     control_is="the same coder with three levels for every number: smaller still, and no longer the context",
+    line="KV coded to its entropy: 3.5 to 4.3 times smaller than int8, 3.2 to 3.7 times faster to load, "
+    "0.98 of the accuracy",
+    promises=("answers", "cost", "time"),
     load=loads.answering("recall@1k", "passkey@1k", n=8),
     missing=("the time to load a stored context over a slow link", "levels that follow the bandwidth chunk by chunk"),
     counters=(
@@ -151,13 +158,13 @@ SYSTEM = System(
     ),
     savings=(Saving("KV bytes sent", lambda case, run: run.work.kv_bytes_sent, "baseline", 3.5),),
     attempts=(
-        Attempt("claim", f"nats by which a token's loss goes off, levels 1 to {len(LEVELS)}",
+        Attempt("mechanism", f"nats by which a token's loss goes off, levels 1 to {len(LEVELS)}",
                 f"more with each, no mean that falls, and the finest's within {CLOSE}", ladder),
         Attempt("counter", "error of a number", "at most half a step of its row, and bfloat16's rounding", off),
         Attempt("control", "bits per number, tables included",
-                "at least the entropy per layer and channel, and below that of one histogram for all", coded),
+                "at least the entropy per layer and channel, and below that of one histogram for all", coded, "cost"),
     ),
-    quality=Quality(("recall@1k", "passkey@1k", "copy"), allowed=0.05, examples=50),
+    quality=tuple(replace(each, baseline=AS_IS) for each in long_texts(always(ON), always(ANY), points=ALLOWED)),
     timings=(Timing("seconds to the second token of 1,024 tokens, coded, sent and decoded (no slow link between)",
                     seconds=lambda run: run.seconds, load=loads.lone(1024, 2), price=True),),
 )  # fmt: skip

@@ -53,6 +53,8 @@ SYSTEM = System(
     baseline=Setting(most=1),
     control=drafting("untrained-draft"),
     control_is="a draft of the same shape with random weights",
+    line="a small model guesses, the large one verifies: 1.52 times as fast, the same tokens",
+    promises=("cost", "time"),
     load=loads.answering("json", "arithmetic", "list", n=16),
     exact=True,
     counters=(

@@ -63,6 +63,8 @@ SYSTEM = System(
     baseline=Setting(most=1),
     control=Setting({"draft": f"easyspec:model=pocket,k={K},group={GROUP},calibrate=false"}, most=1),
     control_is="the same guesses without calibration: what the rough passes wrote stays",
+    line="the draft's attentions in parallel: drafting 1.62 times as fast, at most 7 % fewer guesses accepted",
+    promises=("cost", "time"),
     load=LOAD,
     exact=True,
     missing=("attentions of a group at the same time, on devices that idle",),
@@ -80,7 +82,7 @@ SYSTEM = System(
         Saving("guesses refused", refused, "control", 1.5),
     ),
     attempts=(
-        Attempt("claim", "attentions in a row per guess, against the draft model as it is",
+        Attempt("cost", "attentions in a row per guess, against the draft model as it is",
                 "1.5 times less, at most 7 % fewer accepted", shallower),
     ),
     timings=(

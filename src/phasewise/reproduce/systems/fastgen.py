@@ -5,7 +5,7 @@ from __future__ import annotations
 from phasewise.reproduce import loads
 from phasewise.reproduce.controls import OneChunk
 from phasewise.reproduce.play import LoadEntry, PlayedRun
-from phasewise.reproduce.system import Case, Counter, Paper, Saving, Setting, System, Timing
+from phasewise.reproduce.system import Case, Counter, KnobRatio, Paper, Saving, Setting, System, Timing
 from phasewise.reproduce.workload import PromptSource
 
 BUDGET = 128
@@ -35,6 +35,8 @@ SYSTEM = System(
     baseline=Setting({"schedule": "prefill_first"}),
     control=Setting(objects={"schedule": OneChunk(BUDGET)}),
     control_is="one chunk of one prompt per step, however short it is: steps are not full although prompts wait",
+    line="steps of one size: 2.3 times the throughput, 3.7 times less token latency than prompts first",
+    promises=("time",),
     load=loads.streams_and_prompts(700, *[40] * 10, 300, least=40),
     exact=True,
     missing=("throughput at a target per request on a saturated machine", "captured graphs of a fixed shape"),
@@ -46,8 +48,8 @@ SYSTEM = System(
                 load=worked, who=Setting({"schedule": "splitfuse:budget=16"})),
         Counter("streams that missed a step", "0", loads.paused, lambda case: 0),
     ),
+    arithmetic=(KnobRatio("rows run between two tokens of a stream, at most", lambda case, run: run.stall()),),
     savings=(
-        Saving("rows run between two tokens of a stream, at most", lambda case, run: run.stall(), "baseline", 1.5),
         Saving("rows missing in steps that could have been full", unfilled, "control"),
         Saving("steps until everybody is done", lambda case, run: len(run.steps), "control", 1.0),
     ),

@@ -10,14 +10,14 @@ from phasewise.methods.store._grouped import Grouped
 from phasewise.reproduce import loads
 from phasewise.reproduce.controls import Elsewhere
 from phasewise.reproduce.lab import Lab
+from phasewise.reproduce.panel import always, long_texts
 from phasewise.reproduce.system import (
     Attempt,
     AttemptOutcome,
     Case,
     Counter,
+    KnobRatio,
     Paper,
-    Quality,
-    Saving,
     Setting,
     System,
     Timing,
@@ -63,6 +63,7 @@ def finer(lab: Lab) -> AttemptOutcome:
     return AttemptOutcome(more <= CLOSE, f"{more:+.4f} nats per token")
 
 
+ANY = Setting(objects={"store": Elsewhere(BITS, GROUP, BLOCK, RANK, SPARSE)})
 SYSTEM = System(
     title="GEAR",
     paper=Paper("GEAR: An Efficient KV Cache Compression Recipe for Near-Lossless Generative Inference of LLM",
@@ -73,8 +74,10 @@ SYSTEM = System(
                 "one product for all of a prompt"),
     method=ON,
     baseline=Setting(),
-    control=Setting(objects={"store": Elsewhere(BITS, GROUP, BLOCK, RANK, SPARSE)}),
+    control=ANY,
     control_is="as many bytes, but every head has the product of another head",
+    line="few bits, a thin product and outliers: nearly lossless, 2.29 times less memory, 2.38 times the throughput",
+    promises=("answers", "cost", "time"),
     load=loads.lone(768, NEW),
     missing=("throughput of the larger batches that fit",),
     counters=(
@@ -84,11 +87,11 @@ SYSTEM = System(
         Counter("KV bytes read while decoding", "for every token, what its rows take at its position",
                 lambda case: blocks.reads(case.method), lambda case: blocks.read(case, CUTS, bits(case), NEW)),
     ),
-    savings=(Saving("KV bytes held before the last token", lambda case, run: run.steps[-2].kv, "baseline", 2.29),),
-    quality=Quality(("recall@2k", "code"), allowed=0.1, examples=40, window=640),
+    arithmetic=(KnobRatio("KV bytes held before the last token", lambda case, run: run.steps[-2].kv),),
+    quality=long_texts(always(ON), always(ANY)),
     attempts=(
-        Attempt("claim", "error of rows, part by part", "less with every part", order),
-        Attempt("claim", "loss of code in four bits", f"at most {CLOSE} nats more", finer),
+        Attempt("mechanism", "error of rows, part by part", "less with every part", order),
+        Attempt("answers", "loss of code in four bits", f"at most {CLOSE} nats more", finer, model="pocket"),
     ),
     timings=(Timing("time per token at 1,500 tokens, against rows as they are", tokens=1500, price=True),),
     note="In bfloat16 kernels multiply packed levels, thin matrices and outliers as they lie; where there are none, "

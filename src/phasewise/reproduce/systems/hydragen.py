@@ -16,9 +16,9 @@ from phasewise.reproduce.system import (
     AttemptOutcome,
     Case,
     Counter,
+    KnobRatio,
     Load,
     Paper,
-    Saving,
     Setting,
     System,
     Timing,
@@ -107,6 +107,8 @@ SYSTEM = System(
     baseline=Setting(prefix_cache=True),
     control=Setting(ON.verbs, prefix_cache=True, load=family(PREFIX, common=False)),
     control_is="the same method where prompts are as long and have nothing in common: there is nothing to save",
+    line="a shared prefix is read once for the batch: up to 32 times the throughput",
+    promises=("cost", "time"),
     load=family(PREFIX),
     exact=True,
     missing=("memory: each request keeps a copy of the shared part, so batches are not larger",
@@ -115,13 +117,13 @@ SYSTEM = System(
         Counter("KV bytes read while all decode", "P + sum of S rows per step, instead of B P + sum of S", read,
                 traffic),
     ),
-    savings=(
-        Saving("KV bytes read per token", per_token, "baseline", 3.0),
-        Saving("KV bytes read per token", per_token, "control", 3.0),
-    ),
+    arithmetic=(KnobRatio("KV bytes read per token", per_token),),
     attempts=(
         Attempt("counter", "KV bytes of the shared part while all decode",
                 "P rows in the prefix cache and a copy with each of B requests: (B + 1) P rows", held),
     ),
-    timings=(Timing("time per token, all requests", 1.0, loads.per_token),),
+    timings=(
+        Timing("time per token, all requests", 1.0, loads.per_token),
+        Timing("time per token, prompts with nothing in common", 1.0, loads.per_token, against="control"),
+    ),
 )  # fmt: skip

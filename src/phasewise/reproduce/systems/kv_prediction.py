@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from math import prod
 
-from phasewise.bench.stats import means, shares
-from phasewise.methods.decode._second import config_of
-from phasewise.methods.decode.kv_prediction import KVPrediction
+import torch
+
+from phasewise.methods.decode._second import Rows, config_of
+from phasewise.methods.decode.kv_prediction import KVPrediction, Maps, Predicting
 from phasewise.model.config import ModelConfig
 from phasewise.model.lowrank import shapes
 from phasewise.reproduce import loads
-from phasewise.reproduce.answers import losses, right
-from phasewise.reproduce.lab import Lab
+from phasewise.reproduce.controls import Control, drawn
+from phasewise.reproduce.headroom import SEVERAL
 from phasewise.reproduce.play import PlayedRun
-from phasewise.reproduce.system import (
-    Attempt,
-    AttemptOutcome,
-    Case,
-    Counter,
-    Paper,
-    Quality,
-    Saving,
-    Setting,
-    System,
-    Timing,
-)
+from phasewise.reproduce.system import Case, Counter, KnobRatio, Paper, Quality, Setting, System, Timing
+from phasewise.verbs.host import Host
+from phasewise.verbs.traits import Traits
 
 PROMPT, NEW = 1024, 8
 AUX = KVPrediction().model
 METHOD, ALONE = Setting({"decode": "kv_prediction"}), Setting(model=AUX)
 DRAWN = Setting({"decode": "kv_prediction:weights=random:0"})
-TASKS = ("recall@1k", "passkey@1k")
 CODE = Quality(("code",), allowed=0.05, examples=24, window=512, given=384)
-EACH = 30  # examples of a task
 
 
 def row_work(config: ModelConfig) -> int:
@@ -52,19 +43,30 @@ def work(case: Case, run: PlayedRun) -> int:
     return products(case.config, config_of(AUX), run.work.prompt_rows, run.work.recalled)
 
 
-def less_loss(lab: Lab) -> AttemptOutcome:
-    """A smaller loss behind a prompt than the auxiliary has by itself, in whose time to the first token it comes."""
-    n = min(lab.scale.examples or CODE.examples, 4 if lab.scale.quick else CODE.examples)
-    gain = means(*(losses(lab, each, CODE, n) for each in (METHOD, ALONE)))
-    return AttemptOutcome(gain.low > 0, f"log-likelihood {gain.text(False)}")
+@dataclass(frozen=True)
+class PermutedValues(Control):
+    """decode: the same maps, and the values of the prompt's rows in an order drawn at random; keys stay."""
+
+    of: KVPrediction
+
+    @property
+    def traits(self) -> Traits:
+        return self.of.traits
+
+    def bind(self, host: Host) -> Predicting:
+        made = self.of.bind(host)
+        made.maps = _Permuted(made.maps)  # type: ignore[assignment]
+        return made
 
 
-def more_answers(lab: Lab) -> AttemptOutcome:
-    """More right answers than the auxiliary gives by itself."""
-    n = min(lab.scale.examples or EACH, 6 if lab.scale.quick else EACH)
-    mine, alone = ([g for task in TASKS for g in right(lab, each, task, n)] for each in (METHOD, ALONE))
-    gain = shares(mine, alone)
-    return AttemptOutcome(gain.low > 0, gain.text(True))
+class _Permuted:
+    def __init__(self, maps: Maps) -> None:
+        self.maps = maps
+
+    def __call__(self, rows: Rows, start: int) -> Rows:
+        count = rows[0][0].shape[1]
+        places = torch.randperm(count, generator=drawn("kv_prediction", start, count))
+        return [(k, v[:, places]) for k, v in self.maps(rows, start)]
 
 
 SYSTEM = System(
@@ -76,8 +78,11 @@ SYSTEM = System(
                 "70,000 steps of 2M tokens", "an M2 Pro"),
     method=METHOD,
     baseline=Setting(),
-    control=DRAWN,
-    control_is="maps and an auxiliary from which nothing was learned: random weights of the same shapes",
+    control=Setting(objects={"decode": PermutedValues(KVPrediction())}),
+    control_is="the same maps and the same work, but the predicted values of the prompt's rows lie in an order drawn "
+    "at random",
+    line="the KV predicted from a small model's: better answers than its own for the same work, a faster first token",
+    promises=("answers", "cost", "time"),
     load=loads.lone(PROMPT, NEW),
     missing=("auxiliaries made of the model's own layers",),
     counters=(
@@ -88,13 +93,10 @@ SYSTEM = System(
         Counter("passes of the auxiliary", "one for each 512 of these",
                 lambda case: case.work.draft_forwards, lambda case: -(-(loads.prompt_rows(case) - 1) // 512)),
     ),
-    savings=(Saving("products in linear layers before the first token", work, "baseline", 3.0),),
-    quality=CODE,
-    attempts=(
-        Attempt("claim", "loss of code behind 384 tokens, method less the auxiliary alone", "all of it above 0",
-                less_loss),
-        Attempt("claim", f"right answers ({', '.join(TASKS)}), method less the auxiliary alone", "all of it above 0",
-                more_answers),
+    arithmetic=(KnobRatio("products in linear layers before the first token", work),),
+    quality=(
+        replace(CODE, allowed=None, rivals={"the auxiliary": ALONE}),
+        Quality((SEVERAL,), None, 40, temperature=1.0, rivals={"the auxiliary": ALONE}),
     ),
     timings=(Timing("seconds to the first token of 1,792 tokens (random weights)", 1.5, seconds=loads.per_token,
                     load=loads.lone(1792, 1), settings={"method": DRAWN}),),

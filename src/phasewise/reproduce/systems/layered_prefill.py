@@ -44,10 +44,12 @@ SYSTEM = System(
     baseline=Setting({"schedule": f"sarathi:budget={GROUP + loads.STREAMS}"}),
     control=Setting(objects={"schedule": CutTwice(2 * GROUP, 2)}),
     control_is="as many steps of as many rows, but two groups of layers for each of four pieces of the prompt",
+    line="groups of layers instead of chunks: up to 39 % less expert traffic, first tokens up to 70 % sooner",
+    promises=("cost", "time"),
     load=loads.streams_and_prompts(LENGTH, LENGTH, new=48),
     model="random-experts",
     exact=True,
-    missing=("energy", "tables of group counts per model"),
+    missing=("energy (`phasewise plan` only models it)", "tables of group counts per model"),
     counters=(
         Counter("experts loaded by a prompt of its own", "E (1 - (1 - k / E)^T) per layer, once",
                 lambda case: case.work.expert_loads, lambda case: used(case, loads.prompt_rows(case)), within=0.05,

@@ -9,14 +9,14 @@ from phasewise.reproduce.answers import right
 from phasewise.reproduce.controls import RandomNeeds
 from phasewise.reproduce.conversations import seconds
 from phasewise.reproduce.lab import Lab
+from phasewise.reproduce.panel import always, long_texts
 from phasewise.reproduce.system import (
     Attempt,
     AttemptOutcome,
     Case,
     Counter,
+    KnobRatio,
     Paper,
-    Quality,
-    Saving,
     Setting,
     System,
     Timing,
@@ -63,6 +63,7 @@ def with_and_without(lab: Lab) -> AttemptOutcome:
     return AttemptOutcome(lead.low > 0, f"{lead.text(True)} ({words}, of {n})")
 
 
+ANY = Setting(objects={"skip": RandomNeeds(METHOD)})
 SYSTEM = System(
     title="LazyLLM",
     paper=Paper("LazyLLM: Dynamic Token Pruning for Efficient Long Context LLM Inference", "2407.14057"),
@@ -73,8 +74,10 @@ SYSTEM = System(
                 "layers and rates that the paper does not print"),
     method=ON,
     baseline=Setting(),
-    control=Setting(objects={"skip": RandomNeeds(METHOD)}),
+    control=ANY,
     control_is="as many tokens go on after the same layers, and as many are needed later, but any",
+    line="prompt tokens that nobody needs leave: 2.34 times sooner to the first token, the same accuracy",
+    promises=("answers", "cost", "time"),
     load=loads.lone(768, 1),
     missing=("models of 32 layers, which have more of them to leave out",),
     counters=(
@@ -88,14 +91,14 @@ SYSTEM = System(
                 lambda case: case.work.kv_bytes_written,
                 lambda case: case.work.row_layers * case.row_bytes // case.config.layers, load=loads.lone(768, NEW)),
     ),
-    savings=(
-        Saving("(row, layer) pairs at the first token", lambda case, run: run.work.row_layers, "baseline", 2.0),
+    arithmetic=(
+        KnobRatio("(row, layer) pairs at the first token", lambda case, run: run.work.row_layers),
     ),
-    quality=Quality(("recall@1k", "passkey@1k"), allowed=0.1, examples=60),
+    quality=long_texts(always(ON), always(ANY)),
     attempts=(
         Attempt("control", "second question about the same 1,000 tokens, with revival less without it",
-                "all of it above 0", with_and_without),
-        Attempt("quality", "recall@1k over the share of the prompt's pairs that run",
+                "all of it above 0", with_and_without, "answers", "pocket"),
+        Attempt("mechanism", "recall@1k over the share of the prompt's pairs that run",
                 "no worse with the most than with the least", over_pairs),
     ),
     timings=(Timing("time to the first token of 1,900 tokens", 1.0, lambda run: run.requests[0].trace.ttft or 0.0,

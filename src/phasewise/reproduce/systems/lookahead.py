@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phasewise.reproduce import loads
+from phasewise.reproduce import loads, stranger
 from phasewise.reproduce.play import LoadEntry, PlayedRun
 from phasewise.reproduce.system import Case, Counter, Paper, Saving, Setting, System, Timing
 from phasewise.reproduce.workload import PromptSource
@@ -31,6 +31,8 @@ SYSTEM = System(
     baseline=Setting(most=1),
     control=Setting({"draft": f"lookahead:window=0,n={N},guesses={G}"}, most=1),
     control_is="the same pool without the window: n-grams of the prompt alone",
+    line="n-grams from Jacobi iterations: 1.5 to 2.3 times as fast without a second model",
+    promises=("cost", "time"),
     load=writing,
     exact=True,
     counters=(
@@ -45,11 +47,13 @@ SYSTEM = System(
     ),
     savings=(
         Saving("passes per token", passes, "baseline", 1.5),
+        stranger.saved(passes, 1.5),
         Saving("passes per token", passes, "control", 1.2),
     ),
     timings=(
         Timing("time per token", seconds=loads.pace, price=True),
         Timing("time per token, the model padded to sixteen times the weights", 1.0, loads.pace, model="pocket-wide"),
+        stranger.FASTER,
     ),
     note="An n-gram that is right throughout brings one token more than in the authors' code, which does not count the "
     "token after it. A processor has little compute to spare: the clock says what dozens of rows a pass cost here.",

@@ -10,15 +10,16 @@ from phasewise.methods.attend.power import Power
 from phasewise.reproduce import loads
 from phasewise.reproduce.answers import losses
 from phasewise.reproduce.lab import Lab
+from phasewise.reproduce.panel import always, long_texts
 from phasewise.reproduce.play import PlayedRun
 from phasewise.reproduce.system import (
     Attempt,
     AttemptOutcome,
     Case,
     Counter,
+    KnobRatio,
     Paper,
     Quality,
-    Saving,
     Setting,
     System,
     Timing,
@@ -85,8 +86,10 @@ SYSTEM = System(
     baseline=Setting(),
     control=BARE,
     control_is="the same mask without the training",
+    line="a static mask of O(log n) blocks: better than other masks, 3.0 times as fast at 128K",
+    promises=("answers", "cost", "time"),
     load=loads.lone(768, NEW),
-    missing=("other static masks, trained as long", "the speed of prompts"),
+    missing=("other static masks, trained as long",),
     counters=(
         Counter("KV bytes read while decoding",
                 "rows of the first, the last and the power-of-two blocks before each token's, in every layer",
@@ -95,15 +98,17 @@ SYSTEM = System(
                 lambda case: case.method.steps[-2].kv,
                 lambda case: (loads.prompt_rows(case) + NEW - 2) * case.row_bytes),
     ),
-    savings=(Saving("KV bytes read while decoding", read, "baseline", 2.0),),
-    quality=Quality(("recall@1k", "passkey@1k"), allowed=0.1, examples=60),
+    arithmetic=(KnobRatio("KV bytes read while decoding", read),),
+    quality=long_texts(always(ON), always(BARE), stranger=False),
     attempts=(
         Attempt("control", f"likelihood of code after {LONG.given:,} tokens of it, less that without the training",
-                "all of it above 0", trained),
-        Attempt("claim", "layers in which the last row of a context hears of all its blocks", "fewer", hears),
+                "all of it above 0", trained, "answers", "pocket"),
+        Attempt("mechanism", "layers in which the last row of a context hears of all its blocks", "fewer", hears),
     ),
     timings=(Timing("time per token at 8,192 tokens (8 layers x 512, random weights)", 1.0, model="random-dense",
-                    tokens=8192, settings={"method": DRAWN}),),
+                    tokens=8192, settings={"method": DRAWN}),
+             Timing("seconds per prompt of 8,192 tokens (the same)", 1.0, seconds=loads.per_token,
+                    load=loads.lone(8192, 1), model="random-dense", settings={"method": DRAWN})),
     note="Blocks are 32 rows here, for a context of 2,048. Steps with low-rank weights go operator by operator, which "
     "the clock shows.",
 )  # fmt: skip

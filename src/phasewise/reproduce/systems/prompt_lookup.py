@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from phasewise.methods.decode.speculative import Speculative
 from phasewise.methods.verify.match import Match
-from phasewise.reproduce import loads
+from phasewise.reproduce import loads, stranger
 from phasewise.reproduce.controls import RandomGuess
 from phasewise.reproduce.play import LoadEntry, PlayedRun
 from phasewise.reproduce.system import Case, Counter, Paper, Saving, Setting, System, Timing
@@ -35,6 +35,8 @@ SYSTEM = System(
     baseline=Setting(most=1),
     control=Setting(objects={"decode": Speculative(RandomGuess(K, VOCAB), Match())}, most=1),
     control_is="as long guesses drawn at random",
+    line="what followed the last match is the draft: 2.4 times as fast where answers repeat prompts",
+    promises=("cost", "time"),
     load=loads.answering("copy", "json", "passkey@256", n=16),
     exact=True,
     counters=(
@@ -45,11 +47,13 @@ SYSTEM = System(
     ),
     savings=(
         Saving("passes per token", passes, "baseline", 1.5),
+        stranger.saved(passes, 1.5),
         Saving("passes per token", passes, "control", 1.2),
     ),
     timings=(
         Timing("time per token", seconds=loads.pace, price=True),
         Timing("time per token, the model padded to sixteen times the weights", 1.0, loads.pace, model="pocket-wide"),
+        stranger.FASTER,
     ),
     note="The padded model gives the same tokens at the price of 105 million weights, and its clock is the one that is "
     "judged; the small one, shown beside it, spends much of a pass on what no drafter saves.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from phasewise.reproduce import loads
 from phasewise.reproduce.lab import Lab
+from phasewise.reproduce.panel import HOT, SHORT
 from phasewise.reproduce.play import LoadEntry
 from phasewise.reproduce.system import Attempt, AttemptOutcome, Counter, Paper, Quality, Saving, Setting, System, Timing
 from phasewise.reproduce.workload import PromptSource
@@ -45,6 +46,8 @@ SYSTEM = System(
     baseline=STATIC,
     control=blocks_of(f"sequential,steps={BLOCK // 4}"),
     control_is="four tokens per pass from the left, however far apart the logits are",
+    line="a block is finished once logits lie apart: up to 3.4 times fewer steps, equal quality",
+    promises=("answers", "cost", "time"),
     load=several,
     missing=("a model trained for masks: none is shipped", "the span of the answer, which is watched alone"),
     counters=(
@@ -56,7 +59,7 @@ SYSTEM = System(
                 lambda case: case.entries[0].new + 1, bound="at most", load=lone),
     ),
     savings=(Saving("passes", lambda case, run: run.work.forwards, "baseline", 1.5),),
-    quality=Quality(("copy", "json"), allowed=0.05, examples=40, baseline=STATIC),
+    quality=(Quality(SHORT, 0.05, 40), Quality(SHORT, 0.05, 40, temperature=HOT)),
     attempts=(Attempt("exact", "thresholds that no gap reaches", "static decoding's tokens", never),),
     timings=(Timing("time per token, all requests", 1.0, loads.per_token),),
     note="The weights were not trained for masks, so answers say little; counters and the two limits say what it does.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from phasewise.reproduce import loads
 from phasewise.reproduce.conversations import TOKENS, compared
 from phasewise.reproduce.lab import Lab
+from phasewise.reproduce.panel import long_texts
 from phasewise.reproduce.play import PlayedRun
 from phasewise.reproduce.selected import RandomPages
 from phasewise.reproduce.system import (
@@ -12,19 +13,26 @@ from phasewise.reproduce.system import (
     AttemptOutcome,
     Case,
     Counter,
+    KnobRatio,
     Paper,
-    Quality,
-    Saving,
     Setting,
     System,
     Timing,
 )
 
 PAGE, BUDGET, DENSE, NEW = 16, 128, 2, 40
-KNOBS = f"page={PAGE},budget={BUDGET},dense_layers={DENSE}"
+SHARE = 8  # a part of so many of a text's rows is read, whatever is judged or timed
 TENTH = Setting({"attend": f"quest:page={PAGE},budget={TOKENS // 10},dense_layers={DENSE}"})
 EVERYWHERE = Setting({"attend": f"quest:page={PAGE},budget={TOKENS // 10},dense_layers=0"})
 EVICTED = Setting({"evict": "h2o:heavy=0.05,recent=0.05"})  # a tenth as well
+
+
+def chosen(tokens: int) -> Setting:
+    return Setting({"attend": f"quest:page={PAGE},budget={tokens // SHARE},dense_layers={DENSE}"})
+
+
+def drawn(tokens: int) -> Setting:
+    return Setting(objects={"attend": RandomPages(PAGE, tokens // SHARE, DENSE)})
 
 
 def read(case: Case, run: PlayedRun) -> int:
@@ -58,22 +66,24 @@ SYSTEM = System(
     "64 to 256 rows where evicting methods find 8 % at most; attention is up to 7.03 times, decoding 2.23 times as "
     "fast.",
     conditions=("LongChat-7B and Yarn-Llama-2-7B", "contexts of 10K to 100K tokens", "RTX 4090 and A100"),
-    method=Setting({"attend": f"quest:{KNOBS}"}),
+    method=chosen(SHARE * BUDGET),
     baseline=Setting(),
-    control=Setting(objects={"attend": RandomPages(PAGE, BUDGET, DENSE)}),
+    control=drawn(SHARE * BUDGET),
     control_is="as many pages, its own among them, the others drawn at random per head",
+    line="pages by bounds: 64 to 256 rows of 10K find pass keys as all do, 2.23 times as fast",
+    promises=("answers", "cost", "time"),
     load=loads.lone(768, NEW),
     counters=(
         Counter("KV bytes read while decoding",
                 "rows of the budget + two bounds per page + keys of pages just complete",
                 lambda case: read(case, case.method), closed),
     ),
-    savings=(Saving("KV bytes read while decoding", read, "baseline", 1.5),),
-    quality=Quality(("recall@1k", "passkey@1k"), allowed=0.1, examples=60),
+    arithmetic=(KnobRatio("KV bytes read while decoding", read),),
+    quality=long_texts(chosen, drawn),
     attempts=(
-        Attempt("claim", f"second question about {TOKENS:,} tokens, a tenth of them read or kept, less H2O",
-                "all of it above 0", later),
+        Attempt("answers", f"second question about {TOKENS:,} tokens, a tenth of them read or kept, less H2O",
+                "all of it above 0", later, model="pocket"),
     ),
     timings=(Timing("time per token at 8,192 tokens (8 layers x 512, random weights)", 1.0, model="random-dense",
-                    tokens=8192),),
+                    tokens=8192, settings={"method": chosen(8192)}),),
 )  # fmt: skip

@@ -156,6 +156,8 @@ SYSTEM = System(
     baseline=Setting({"draft": base()}, most=1),
     control=fused(source=f"retrieval:nodes={COPIED},store=random:0,shortest=1"),
     control_is="as many guesses looked up in random tokens",
+    line="a draft model's tree fused with retrieved ones: further than the draft model's alone",
+    promises=("cost", "time"),
     load=writing,
     exact=True,
     counters=(
@@ -171,10 +173,10 @@ SYSTEM = System(
         Saving("passes per token", passes, "control", 1.05),
     ),
     attempts=(
-        Attempt("claim", "rounds that accept what the better parent alone would", "all, and either is better in some",
-                union),
-        Attempt("control", "both trees side by side, unmerged", "less in some rounds", concatenated),
-        Attempt("claim", f"{STORED} guesses from a datastore, pruned to {AMONG} first tokens",
+        Attempt("mechanism", "rounds that accept what the better parent alone would",
+                "all, and either is better in some", union),
+        Attempt("control", "both trees side by side, unmerged", "less in some rounds", concatenated, "mechanism"),
+        Attempt("cost", f"{STORED} guesses from a datastore, pruned to {AMONG} first tokens",
                 "at most 75% of the guesses and 105% of the passes", pruned),
     ),
     timings=(

@@ -32,6 +32,8 @@ SYSTEM = System(
     baseline=Setting(most=1),
     control=Setting({"draft": f"retrieval:nodes={NODES},store=random:0,shortest=1"}, most=1),
     control_is="the same search in a datastore of random tokens",
+    line="continuations from a datastore: 1.62 to 2.36 times as fast",
+    promises=("cost", "time"),
     load=writing,
     exact=True,
     counters=(

@@ -9,14 +9,14 @@ from phasewise.reproduce import loads
 from phasewise.reproduce.answers import right
 from phasewise.reproduce.heads import OtherHeads
 from phasewise.reproduce.lab import Lab
+from phasewise.reproduce.panel import always, long_texts
 from phasewise.reproduce.system import (
     Attempt,
     AttemptOutcome,
     Case,
     Counter,
+    KnobRatio,
     Paper,
-    Quality,
-    Saving,
     Setting,
     System,
     Timing,
@@ -58,6 +58,7 @@ def any_heads(lab: Lab) -> AttemptOutcome:
     )
 
 
+ANY = Setting(objects={"evict": OtherHeads(METHOD)})
 SYSTEM = System(
     title="RLKV",
     paper=Paper("Which Heads Matter for Reasoning? RL-Guided KV Cache Compression", "2510.08525"),
@@ -67,8 +68,10 @@ SYSTEM = System(
                 "SGLang on one A100"),
     method=ON,
     baseline=Setting(),
-    control=Setting(objects={"evict": OtherHeads(METHOD)}),
+    control=ANY,
     control_is="as many heads, those whose gates are highest: the gates reversed",
+    line="heads found by reward keep all rows: 20 to 50 % less cache at no loss, 1.8 times the throughput",
+    promises=("answers", "cost", "time"),
     load=loads.lone(768, NEW),
     missing=("long reasoning, in which dropped rows may lead to repetition and longer answers",),
     counters=(
@@ -79,11 +82,11 @@ SYSTEM = System(
         Counter("KV bytes read while decoding", "the same, and the row itself, for every token",
                 lambda case: sum(step.read for step in case.method.decoding), read),
     ),
-    savings=(Saving("KV bytes held before the last token", lambda case, run: run.steps[-2].kv, "baseline", 1.5),),
-    quality=Quality(TASKS, allowed=0.1, examples=60),
+    arithmetic=(KnobRatio("KV bytes held before the last token", lambda case, run: run.steps[-2].kv),),
+    quality=long_texts(always(ON), always(ANY), stranger=False),
     attempts=(
         Attempt("control", f"right answers, less those with as many heads drawn at random ({DRAWS} times)",
-                "all of it above 0", any_heads),
+                "all of it above 0", any_heads, "answers", "pocket"),
     ),
     timings=(Timing("time per token at 1,024 tokens", 1.0, tokens=1024),),
     note="The gates were trained by `phasewise train artefact evict.rlkv`, on fresh draws of the training mixture's "

@@ -23,6 +23,16 @@ def forms(p: Tensor, q: Tensor) -> tuple[float, ...]:
     return acceptance.two_distinct(p, q), acceptance.independent(p, q, 2), acceptance.single(p, q)
 
 
+ROWS = BEAM * DEPTH  # of a tree
+RIVALS = {
+    "six independent chains": Setting(
+        {"draft": draft("spectr", chains=BEAM, k=DEPTH), "verify": "rejection"}, most=sampled.MOST
+    ),
+    "six chains judged by K-SEQ": Setting(
+        {"draft": draft("spectr", chains=BEAM, k=DEPTH), "verify": "k_seq"}, most=sampled.MOST
+    ),
+    "one long chain": Setting({"draft": draft("draft_model", k=ROWS)}, most=sampled.MOST),
+}
 PAIR = draft("rsd", beam=0, widths="2x1")
 
 
@@ -46,7 +56,10 @@ SYSTEM = System(
     baseline=Setting({"draft": draft("draft_model", k=DEPTH)}, most=sampled.MOST),
     control=beam("untrained-draft"),
     control_is="a draft of the same shape with random weights",
+    line="trees drawn without replacement beat chains and trees with replacement of the same work",
+    promises=("cost", "time"),
     load=LOAD,
+    rivals=RIVALS,
     counters=(
         Counter("passes of the draft model", f"one a level: {DEPTH} a pass of the model at most",
                 lambda case: case.work.draft_forwards, lambda case: DEPTH * case.work.forwards, bound="at most"),
@@ -55,15 +68,21 @@ SYSTEM = System(
     ),
     savings=(
         Saving("passes per token of a request", rounds, "baseline", 1.1),
+        Saving("passes per token of a request", rounds, "rivals", sampled.BETTER),
         Saving("passes per token of a request", rounds, "control", 1.2),
     ),
     attempts=(
         Attempt("counter", "first guesses accepted of two drawn without replacement", sampled.EXPECTED,
                 sampled.expected(PAIR, "rejection", forms, LOAD)),
-        Attempt("claim", "two guesses: what is accepted on average",
+        Attempt("mechanism", "two guesses: what is accepted on average",
                 "more without replacement than with it, and more than of one", distinct),
     ),
-    timings=(Timing("time per token", seconds=loads.pace, price=True),),
-    note="The baseline is a chain as long as the tree is deep. A chain of as many tokens would ask the draft model six "
-    "times as often.",
+    timings=(
+        Timing("time per token", seconds=loads.pace, price=True),
+        sampled.timing(TEMPERATURE, beam("pocket-draft-wide"), Setting(most=1), "plain decoding"),
+        sampled.timing(TEMPERATURE, beam("pocket-draft-wide"),
+                       Setting({"draft": draft("draft_model", model="pocket-draft-wide", k=DEPTH)}), "one chain"),
+    ),
+    note="The baseline is a chain as long as the tree is deep. The rivals are verified over as many rows as the tree: "
+    "independent chains, and one chain, which asks the draft model six times as often.",
 )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from phasewise.reproduce import loads
 from phasewise.reproduce.lab import Lab
+from phasewise.reproduce.panel import HOT, SHORT
 from phasewise.reproduce.play import LoadEntry
 from phasewise.reproduce.system import (
     Attempt,
@@ -57,6 +58,8 @@ SYSTEM = System(
     baseline=STATIC,
     control=Setting({"decode": f"block_diffusion:block={BLOCK},selector=sequential,steps={BLOCK // 2}"}),
     control_is="two tokens per pass from the left, however sure the model is",
+    line="blocks denoised with confidence: less than half of the passes at a negligible loss, 2.3 times as fast",
+    promises=("answers", "cost", "time"),
     load=several,
     missing=("a model converted to block diffusion: none is shipped",),
     counters=(
@@ -72,7 +75,10 @@ SYSTEM = System(
                 bound="at least", load=blocks(9, 5)),
     ),
     savings=(Saving("passes", lambda case, run: run.work.forwards, "baseline", 2.0),),
-    quality=Quality(("copy", "json"), allowed=0.05, examples=40, baseline=Setting()),
+    quality=(
+        Quality(SHORT, 0.05, 40, baseline=Setting()),
+        Quality(SHORT, 0.05, 40, temperature=HOT, baseline=Setting()),
+    ),
     attempts=(Attempt("exact", "blocks of one shifted row", "plain decoding's tokens", shifted),),
     timings=(Timing("time per token, all requests", 1.0, loads.per_token),),
     note="Answers are compared with plain greedy decoding of the same weights, which were not trained for masks.",

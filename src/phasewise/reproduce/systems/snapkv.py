@@ -8,14 +8,14 @@ from phasewise.reproduce.answers import right
 from phasewise.reproduce.controls import RandomRows
 from phasewise.reproduce.conversations import number, seconds
 from phasewise.reproduce.lab import Lab
+from phasewise.reproduce.panel import always, long_texts
 from phasewise.reproduce.system import (
     Attempt,
     AttemptOutcome,
     Case,
     Counter,
+    KnobRatio,
     Paper,
-    Quality,
-    Saving,
     Setting,
     System,
     Timing,
@@ -53,6 +53,8 @@ SYSTEM = System(
     baseline=Setting(),
     control=ANY,
     control_is="as many rows per head and the same window, the others drawn at random",
+    line="rows by the prompt's end: answers of all, 3.6 times as fast at 16K",
+    promises=("answers", "cost", "time"),
     load=loads.lone(768, NEW),
     counters=(
         Counter("KV bytes held while decoding", "(keep x prompt + decoded rows) x bytes of a row",
@@ -61,11 +63,11 @@ SYSTEM = System(
                 lambda case: sum(step.read for step in case.method.decoding),
                 lambda case: sum(stay(case) + j for j in range(1, NEW)) * case.row_bytes),
     ),
-    savings=(Saving("KV bytes held before the last token", lambda case, run: run.steps[-2].kv, "baseline", 2.5),),
-    quality=Quality(("recall@1k", "passkey@1k"), allowed=0.1, examples=60),
+    arithmetic=(KnobRatio("KV bytes held before the last token", lambda case, run: run.steps[-2].kv),),
+    quality=long_texts(always(ON), always(ANY)),
     attempts=(
         Attempt("control", "lead over random rows, asked last less asked after rows were chosen", "all of it above 0",
-                hidden),
+                hidden, "mechanism"),
     ),
     timings=(Timing("time per token at 8,192 tokens (8 layers x 512, random weights)", 1.0, model="random-dense",
                     tokens=8192),),

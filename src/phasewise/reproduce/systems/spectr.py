@@ -13,6 +13,14 @@ from phasewise.reproduce.system import Attempt, AttemptOutcome, Counter, Paper, 
 CHAINS, K, TEMPERATURE = 4, 4, 1.0
 SHARE = 1 - 1 / 2.718281828459045  # of the best possible acceptance, that the paper proves
 LOAD = sampled.writing(TEMPERATURE)
+ROWS = CHAINS * K  # that a verdict is over
+RIVALS = {
+    "the same chains, one after another": Setting(
+        {"draft": draft("spectr", chains=CHAINS, k=K), "verify": "rejection"}, most=sampled.MOST
+    ),
+    "a tree without replacement": Setting({"draft": draft("rsd", beam=CHAINS, depth=K)}, most=sampled.MOST),
+    "one long chain": Setting({"draft": draft("draft_model", k=ROWS)}, most=sampled.MOST),
+}
 
 
 def chains(model: str = "pocket-draft") -> Setting:
@@ -46,7 +54,10 @@ SYSTEM = System(
     baseline=Setting({"draft": draft("draft_model", k=K)}, most=sampled.MOST),
     control=chains("untrained-draft"),
     control_is="a draft of the same shape with random weights",
+    line="several drafts judged together: 2.13 times as fast, 1.37 times one draft's speed",
+    promises=("cost", "time"),
     load=LOAD,
+    rivals=RIVALS,
     counters=(
         Counter("passes of the draft model", f"{K} a pass of the model at most", lambda case: case.work.draft_forwards,
                 lambda case: K * case.work.forwards, bound="at most"),
@@ -55,15 +66,21 @@ SYSTEM = System(
     ),
     savings=(
         Saving("passes per token of a request", rounds, "baseline", 1.05),
+        Saving("passes per token of a request", rounds, "rivals", sampled.BETTER),
         Saving("passes per token of a request", rounds, "control", 1.2),
     ),
     attempts=(
         Attempt("counter", "first guesses accepted, 1 - (1 - b)^k", sampled.EXPECTED,
                 sampled.expected(chains().verbs["draft"], "k_seq", forms, LOAD)),
-        Attempt("claim", "what K-SEQ accepts, and the best possible", f"at least {SHARE:.1%} of it in every round",
+        Attempt("mechanism", "what K-SEQ accepts, and the best possible", f"at least {SHARE:.1%} of it in every round",
                 bound),
     ),
-    timings=(Timing("time per token", seconds=loads.pace, price=True),),
-    note="The baseline is one chain of the same draft model, as long. The best possible is the closed form of arXiv "
-    "2502.18779, over the p and q of all rounds.",
+    timings=(
+        Timing("time per token", seconds=loads.pace, price=True),
+        sampled.timing(TEMPERATURE, chains("pocket-draft-wide"), Setting(most=1), "plain decoding"),
+        sampled.timing(TEMPERATURE, chains("pocket-draft-wide"),
+                       Setting({"draft": draft("draft_model", model="pocket-draft-wide", k=K)}), "one chain"),
+    ),
+    note="The baseline is one chain of the same draft model, as long. The rivals are verified over as many rows. The "
+    "best possible is the closed form of arXiv 2502.18779, over the p and q of all rounds.",
 )  # fmt: skip

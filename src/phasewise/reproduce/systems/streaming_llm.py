@@ -13,10 +13,19 @@ from phasewise.methods.evict._windows import EVERY
 from phasewise.options import parse
 from phasewise.reproduce import loads
 from phasewise.reproduce.lab import Lab
+from phasewise.reproduce.panel import always, long_texts
 from phasewise.reproduce.play import LoadEntry, play
-from phasewise.reproduce.stranger import lead
-from phasewise.reproduce.system import Attempt, AttemptOutcome, Counter, Paper, Quality, Saving, Setting, System, Timing
-from phasewise.reproduce.workload import STRANGER, PromptSource, code_ids, stretch_to
+from phasewise.reproduce.system import (
+    Attempt,
+    AttemptOutcome,
+    Counter,
+    KnobRatio,
+    Paper,
+    Setting,
+    System,
+    Timing,
+)
+from phasewise.reproduce.workload import PromptSource, code_ids, stretch_to
 
 SINKS, WINDOW, TIMES = 4, 252, 20
 FLAT = 0.05  # nats per token
@@ -97,20 +106,21 @@ SYSTEM = System(
     baseline=Setting(),
     control=NONE,
     control_is="a plain window of as many rows, without sinks",
+    line="four sinks and a window: stable over 4 million tokens, 22.2 times as fast as recomputing",
+    promises=("answers", "cost", "time"),
     load=long,
     counters=(
         Counter("KV rows held at most", "sinks + window + what waits to be dropped",
                 lambda case: loads.held(case.method) / case.row_bytes, lambda case: SINKS + WINDOW + EVERY,
                 bound="at most"),
     ),
-    savings=(Saving("KV bytes held, at most", lambda case, run: loads.held(run), "baseline", 1.4),),
-    quality=Quality(("code",), allowed=0.1, examples=10, window=640),
+    arithmetic=(KnobRatio("KV bytes held, at most", lambda case, run: loads.held(run)),),
+    quality=long_texts(always(ON), always(NONE)),
     attempts=(
-        Attempt("control", f"likelihood of code, {STRANGER}, less that without sinks", "all of it above 0",
-                lambda lab: lead(lab, ON, NONE)),
-        Attempt("claim", "a text of twenty times the context", "64 further tokens", stream),
-        Attempt("claim", "loss of code after one context of text and after twenty", f"within {FLAT} nats", flat),
-        Attempt("claim", f"loss of code after {BEYOND} contexts, less that after one, where all of them is read",
+        Attempt("mechanism", "a text of twenty times the context", "64 further tokens", stream),
+        Attempt("answers", "loss of code after one context of text and after twenty", f"within {FLAT} nats", flat,
+                model="pocket"),
+        Attempt("mechanism", f"loss of code after {BEYOND} contexts, less that after one, where all of them is read",
                 f"all of it above {FLAT} nats", dense),
     ),
     timings=(

@@ -11,18 +11,13 @@ from phasewise.reproduce import loads
 from phasewise.reproduce.controls import Blindly
 from phasewise.reproduce.lab import Lab
 from phasewise.reproduce.play import PlayedRun
+from phasewise.reproduce.stranger import FASTER, QUESTIONS
 from phasewise.reproduce.system import Attempt, AttemptOutcome, Case, Counter, Paper, Saving, Setting, System, Timing
 from phasewise.reproduce.workload import STRANGER
 from phasewise.request.params import Params
 
 RATIO, WINDOW = 0.45, 8
 METHOD = Setting({"draft": f"swift:ratio={RATIO},window={WINDOW},branches=1"}, most=1)
-QUESTIONS = (
-    "Explain why the sky is blue.",
-    "Write a short story about a cat and a dog.",
-    "List the planets of the solar system with one fact about each.",
-    "How do I make a simple soup from vegetables?",
-)
 
 
 def halves(layers: int) -> int:
@@ -74,6 +69,8 @@ SYSTEM = System(
     baseline=Setting(most=1),
     control=Setting(objects={"decode": Speculative(Blindly(Swift(ratio=RATIO, branches=1)), Match())}, most=1),
     control_is="as many sub-layers left out, whichever they are",
+    line="the model drafts with layers left out: 1.3 to 1.6 times as fast, the same tokens",
+    promises=("cost", "time"),
     load=loads.answering("json", "arithmetic", "list", n=8),
     exact=True,
     counters=(
@@ -92,10 +89,11 @@ SYSTEM = System(
         Saving("passes per token", passes, "control", 1.1),
     ),
     attempts=(
-        Attempt("claim", f"layers read per token, {STRANGER}", "fewer than its thirty", stranger),
+        Attempt("cost", f"layers read per token, {STRANGER}", "fewer than its thirty", stranger, model=STRANGER),
     ),
     timings=(
         Timing("time per token, the model padded to sixteen times the weights", 1.0, loads.pace, model="pocket-wide"),
+        FASTER,
     ),
     note="No layer of the pocket model is idle (docs/pocket.md): left out alone, one between the first and the last "
     "costs 0.04 to 0.47 nats of source. The search finds a better set than one drawn blindly, but with 45 % left out "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from phasewise.methods.attend.tidal import Tidal
 from phasewise.reproduce import loads
 from phasewise.reproduce.answers import losses
 from phasewise.reproduce.lab import Lab
+from phasewise.reproduce.panel import MIDDLE, long_texts
 from phasewise.reproduce.play import PlayedRun
 from phasewise.reproduce.selected import RandomPicks
 from phasewise.reproduce.system import (
@@ -21,9 +23,9 @@ from phasewise.reproduce.system import (
     AttemptOutcome,
     Case,
     Counter,
+    KnobRatio,
     Paper,
     Quality,
-    Saving,
     Setting,
     System,
     Timing,
@@ -32,12 +34,29 @@ from phasewise.request.params import Params
 from phasewise.request.request import Request
 
 METHOD = Tidal(k=128, second=5, every=16)
+SHARE = 8  # a part of so many of a text's rows is picked, whatever is judged or timed
+STRANGERS = 14  # the layer of smollm2's thirty that picks again: by needles on other examples 5 of 6, layer 12 none
 KNOBS = f"k={METHOD.k},second={METHOD.second}"
 ON = Setting({"attend": f"tidal:{KNOBS},every={METHOD.every}"})
 NEVER = Setting({"attend": f"tidal:{KNOBS},every=0"})
 NEW = 40
 WHOLE = METHOD.dense + 2  # layers that read everything
-CODE = Quality(("code",), allowed=0.05, examples=8, window=640)
+WITHIN = 0.05  # nats per token
+CODE = Quality(("code",), allowed=WITHIN, examples=8, window=640)
+
+
+def sized(tokens: int) -> Tidal:
+    second = METHOD.second if tokens > MIDDLE else STRANGERS  # shorter texts are smollm2's
+    return replace(METHOD, k=tokens // SHARE, second=second)
+
+
+def chosen(tokens: int) -> Setting:
+    of = sized(tokens)
+    return Setting({"attend": f"tidal:k={of.k},second={of.second},every={of.every}"})
+
+
+def drawn(tokens: int) -> Setting:
+    return Setting(objects={"attend": RandomPicks(sized(tokens))})
 
 
 def read(case: Case, run: PlayedRun) -> int:
@@ -102,7 +121,7 @@ def on_code(lab: Lab) -> AttemptOutcome:
     with_it, never, dense = (losses(lab, each, CODE, n) for each in (ON, NEVER, Setting()))
     apart, bare = means(with_it, dense), means(never, dense)
     said = f"{apart.text(False)} log-likelihood with correction; {bare.text(False)} without"
-    return AttemptOutcome(apart.low > -CODE.allowed, said)
+    return AttemptOutcome(apart.low > -WITHIN, said)
 
 
 SYSTEM = System(
@@ -116,6 +135,8 @@ SYSTEM = System(
     baseline=Setting(),
     control=Setting(objects={"attend": RandomPicks(METHOD)}),
     control_is="as many rows in the same layers, its own among them, the others drawn at random per head",
+    line="two layers pick for all: needles found with 128 rows of 10K, up to 2.1 times as fast",
+    promises=("answers", "cost", "time"),
     load=loads.lone(768, NEW),
     missing=("models of 32 layers: half of the pocket model's read everything",),
     counters=(
@@ -128,17 +149,18 @@ SYSTEM = System(
                 lambda case: case.work.rows,
                 lambda case: loads.prompt_rows(case) + NEW - 1 + (NEW - 1) // METHOD.every * METHOD.every),
     ),
-    savings=(Saving("KV bytes read while decoding", read, "baseline", 1.3),),
-    quality=Quality(("recall@1k", "passkey@1k"), allowed=0.1, examples=60),
+    arithmetic=(KnobRatio("KV bytes read while decoding", read),),
+    quality=long_texts(chosen, drawn),
     attempts=(
-        Attempt("claim", "share of each late layer's own picks that was handed to it", "chance < first < second",
+        Attempt("mechanism", "share of each late layer's own picks that was handed to it", "chance < first < second",
                 overlap),
-        Attempt("claim", "corrected rows against those of a prompt", "apart by less than 0.001, the others by more",
-                corrected),
-        Attempt("claim", "loss of code against dense attention", f"within {CODE.allowed} nats", on_code),
+        Attempt("mechanism", "corrected rows against those of a prompt",
+                "apart by less than 0.001, the others by more", corrected),
+        Attempt("answers", "loss of code against dense attention", f"within {WITHIN} nats", on_code,
+                model="pocket"),
     ),
     timings=(Timing("time per token at 8,192 tokens (8 layers x 512, random weights)", 1.0, model="random-dense",
-                    tokens=8192, settings={"method": Setting({"attend": f"tidal:k={METHOD.k},dense=1"})}),),
+                    tokens=8192, settings={"method": chosen(8192)}),),
     note="With correction a token costs two rows of the model: passes of many rows read the weights once. The layer "
     "that picks again was chosen as the paper does, by a needle test on other examples (scripts/tidal_layers.py "
     "--needle 48): layer 5 of 8 finds 44, the default, layer 3, 40, and layer 6 no more than 15.",

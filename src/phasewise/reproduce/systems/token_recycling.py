@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from phasewise.methods.decode.speculative import Speculative
 from phasewise.methods.verify.match import Match
-from phasewise.reproduce import loads
+from phasewise.reproduce import loads, stranger
 from phasewise.reproduce.controls import RandomGuess
 from phasewise.reproduce.play import PlayedRun
 from phasewise.reproduce.system import Case, Counter, Paper, Saving, Setting, System, Timing
@@ -28,6 +28,8 @@ SYSTEM = System(
     baseline=Setting(most=1),
     control=Setting(objects={"decode": Speculative(RandomGuess(NODES, VOCAB), Match())}, most=1),
     control_is="as many guesses drawn at random",
+    line="successors seen before are the draft: 2.2 times as fast",
+    promises=("cost", "time"),
     load=loads.answering("json", "arithmetic", "list", "copy", n=16),
     exact=True,
     counters=(
@@ -38,11 +40,13 @@ SYSTEM = System(
     ),
     savings=(
         Saving("passes per token", passes, "baseline", 1.2),
+        stranger.saved(passes, 1.2),
         Saving("passes per token", passes, "control", 1.2),
     ),
     timings=(
         Timing("time per token", seconds=loads.pace, price=True),
         Timing("time per token, the model padded to sixteen times the weights", 1.0, loads.pace, model="pocket-wide"),
+        stranger.FASTER,
     ),
     note="The tree has 63 nodes, which with the pending token are one native step, not 80; ranks are weighed by hand.",
 )  # fmt: skip

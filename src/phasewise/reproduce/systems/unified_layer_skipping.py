@@ -6,7 +6,8 @@ from phasewise import catalog
 from phasewise.methods.skip.unified import kept
 from phasewise.reproduce import loads
 from phasewise.reproduce.controls import OtherLayers
-from phasewise.reproduce.system import Case, Counter, Paper, Quality, Saving, Setting, System, Timing
+from phasewise.reproduce.panel import short_texts
+from phasewise.reproduce.system import Case, Counter, KnobRatio, Paper, Setting, System, Timing
 
 SPEEDUP, PROMPT, NEW = 2, 256, 48
 TRAINED = "weights" in catalog.knobs_of(catalog.method("skip", "unified"))
@@ -29,6 +30,8 @@ SYSTEM = System(
     baseline=Setting(),
     control=UNTRAINED if TRAINED else OTHERS,
     control_is="the same layers without the fine-tuning" if TRAINED else "as many layers, not spread: the first ones",
+    line="evenly spread layers, fine-tuned: the speed-up asked for at better quality than dynamic skipping",
+    promises=("answers", "cost", "time"),
     load=loads.lone(PROMPT, NEW),
     missing=("dynamic skipping at the same price",) + (() if TRAINED else ("the fine-tuning",)),
     counters=(
@@ -39,10 +42,9 @@ SYSTEM = System(
                 lambda case: case.method.steps[-2].kv,
                 lambda case: (loads.prompt_rows(case) + NEW - 2) * case.row_bytes * runs(case) // case.config.layers),
     ),
-    savings=(Saving("(row, layer) pairs of decoded tokens",
-                    lambda case, run: run.work.row_layers - loads.prompt_rows(case) * case.config.layers,
-                    "baseline", 1.9),),
-    quality=Quality(("copy", "json", "recall@256"), allowed=0.1, examples=50),
+    arithmetic=(KnobRatio("(row, layer) pairs of decoded tokens",
+                    lambda case, run: run.work.row_layers - loads.prompt_rows(case) * case.config.layers),),
+    quality=short_texts(),
     timings=(Timing("time per token at 512 tokens", 1.0, tokens=512),),
     note="Every layer of this pocket model does its part (docs/pocket.md): left out alone, layer 3 costs 0.04 nats of "
     "source and any other 0.14 to 1.6. Of the first edition every second layer did nothing and the others everything, "

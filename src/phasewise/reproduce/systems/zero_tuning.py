@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from functools import partial
 
-from phasewise.bench.stats import means, shares
+from phasewise.bench.stats import means
 from phasewise.load import files_of
 from phasewise.methods.attend.zero_tuning import Tuned, ZeroTuning
 from phasewise.model.artefacts import load
 from phasewise.ops import native
 from phasewise.reproduce import loads
-from phasewise.reproduce.answers import losses, right
 from phasewise.reproduce.controls import OtherWay
 from phasewise.reproduce.lab import Lab
+from phasewise.reproduce.panel import HOT, SHORT
 from phasewise.reproduce.system import Attempt, AttemptOutcome, Case, Counter, Paper, Quality, Setting, System, Timing
 from phasewise.reproduce.workload import STRANGER
 from phasewise.train.artefacts.attend_zero_tuning import mean_loss, validation
@@ -21,8 +21,6 @@ from phasewise.train.mixture import of_model
 PROMPT, NEW = 256, 32
 ON = Setting({"attend": "zero_tuning"})
 ALL = Setting({"attend": "zero_tuning:weights=none,gamma=2"})  # every head of every layer
-CODE = Quality(("code",), allowed=0.0, examples=24, window=320)
-TASKS = ("recall@256", "sort", "reverse", "second", "arithmetic")
 EACH = 60  # examples of a task
 DRAWN = 8192  # tokens of conversations and source for the other model
 
@@ -31,21 +29,6 @@ def read(case: Case) -> int:
     """All rows in every layer of every decoded token; without kernels the first once more."""
     again = native.library() is None
     return sum(loads.prompt_rows(case) + j + again for j in range(1, NEW)) * case.row_bytes
-
-
-def answers_gain(lab: Lab) -> AttemptOutcome:
-    """More right answers than dense attention, on examples that nothing was chosen on."""
-    n = min(lab.scale.examples or EACH, 6 if lab.scale.quick else EACH)
-    mine, dense = ([g for task in TASKS for g in right(lab, each, task, n)] for each in (ON, Setting()))
-    gain = shares(mine, dense)
-    return AttemptOutcome(gain.low > 0, gain.text(True))
-
-
-def code_gain(lab: Lab) -> AttemptOutcome:
-    """A smaller loss than dense attention, on held-out source."""
-    n = min(lab.scale.examples or CODE.examples, 4 if lab.scale.quick else CODE.examples)
-    gain = means(*(losses(lab, each, CODE, n) for each in (ON, Setting())))
-    return AttemptOutcome(gain.low > 0, f"log-likelihood {gain.text(False)}")
 
 
 def replies_gain(lab: Lab, other: float) -> AttemptOutcome:
@@ -73,6 +56,8 @@ SYSTEM = System(
     baseline=Setting(),
     control=Setting(objects={"attend": OtherWay()}),
     control_is="the same heads with every factor turned over: raised where the method lowers",
+    line="the first token's attention scaled: 19.9 % better in classification, 4.5 % in questions",
+    promises=("answers",),
     load=loads.lone(PROMPT, NEW),
     missing=("a factor for each task: one was chosen for all of them",),
     counters=(
@@ -81,14 +66,16 @@ SYSTEM = System(
                 lambda case: sum(step.read for step in case.method.decoding), read,
                 load=loads.lone(PROMPT, NEW, PROMPT), who=ALL),
     ),
-    quality=CODE,
+    quality=(
+        Quality(SHORT, None, EACH, gains=True),
+        Quality(SHORT, None, EACH, temperature=HOT, gains=True),
+        Quality(("code",), None, 24, window=320, gains=True),
+    ),
     attempts=(
-        Attempt("claim", f"right answers ({', '.join(TASKS)}), method less dense", "all of it above 0", answers_gain),
-        Attempt("claim", "loss of held-out code, method less dense", "all of it above 0", code_gain),
-        Attempt("claim", f"likelihood of replies to tasks, {STRANGER}, method less dense", "all of it above 0",
-                partial(replies_gain, other=0.0)),
+        Attempt("answers", f"likelihood of replies to tasks, {STRANGER}, method less dense", "all of it above 0",
+                partial(replies_gain, other=0.0), model=STRANGER),
         Attempt("control", f"the same, less that with every factor turned over, {STRANGER}", "all of it above 0",
-                partial(replies_gain, other=-1.0)),
+                partial(replies_gain, other=-1.0), "answers", STRANGER),
     ),
     timings=(Timing("time per token at 512 tokens", 1.0, tokens=512, price=True),),
     note="Heads and factor were chosen by `phasewise train artefact attend.zero_tuning` on fresh draws of the training "

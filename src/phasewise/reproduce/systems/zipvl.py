@@ -7,6 +7,7 @@ from phasewise.reproduce import loads
 from phasewise.reproduce.answers import right
 from phasewise.reproduce.controls import RandomImportant
 from phasewise.reproduce.lab import Lab
+from phasewise.reproduce.panel import always, long_texts
 from phasewise.reproduce.play import PlayedRun
 from phasewise.reproduce.system import (
     Attempt,
@@ -14,7 +15,6 @@ from phasewise.reproduce.system import (
     Case,
     Counter,
     Paper,
-    Quality,
     Saving,
     Setting,
     System,
@@ -44,6 +44,7 @@ def over_shares(lab: Lab) -> AttemptOutcome:
     return AttemptOutcome(found[-1] >= found[0], f"{words}, of {n}")
 
 
+ANY = Setting(objects={"evict": RandomImportant(ZipVL(TAU, WINDOW))})
 SYSTEM = System(
     title="ZipVL (text)",
     paper=Paper("ZipVL: Efficient Large Vision-Language Models with Dynamic Token Sparsification and KV Cache "
@@ -54,8 +55,10 @@ SYSTEM = System(
                 "memory)", "prompts that are mostly tokens of images"),
     method=METHOD,
     baseline=Setting(),
-    control=Setting(objects={"evict": RandomImportant(ZipVL(TAU, WINDOW))}),
+    control=ANY,
     control_is="as many tokens in every layer, the last ones among them, the others drawn at random",
+    line="attention among tokens that matter: prefill 2.3 and decoding 2.8 times as fast, 0.5 % lost",
+    promises=("answers", "cost", "time"),
     load=loads.lone(768, NEW),
     missing=("images, which have more tokens to spare than text", "a coarser form for what is dropped here"),
     counters=(
@@ -67,9 +70,9 @@ SYSTEM = System(
                 lambda case: loads.prompt_rows(case) * case.row_bytes // 2 + stayed(case)),
     ),
     savings=(Saving("KV bytes held before the last token", lambda case, run: held(run), "baseline", 1.3),),
-    quality=Quality(("recall@1k", "passkey@1k"), allowed=0.1, examples=150),
-    attempts=(Attempt("quality", "recall@1k over the share of attention", "no worse with all of it than with the least",
-                      over_shares),),
+    quality=long_texts(always(METHOD), always(ANY)),
+    attempts=(Attempt("mechanism", "recall@1k over the share of attention",
+                      "no worse with all of it than with the least", over_shares),),
     timings=(Timing("time per token at 8,192 tokens (8 layers x 512, random weights)", 1.0, model="random-dense",
                     tokens=8192),),
 )  # fmt: skip
