@@ -41,7 +41,6 @@ UNTRAINED = {  # need weights, of which counters do not care what they are
 }  # fmt: skip
 
 
-ELSEWHERE = {"distserve", "splitwise", "sarathi_serve"}  # their claims are not yet stated as conditions
 TIMED_APART = {"pearl"}  # its attempts take times themselves, on a core for each model
 
 
@@ -72,8 +71,7 @@ def test_a_system_says_what_it_must() -> None:
         assert system.control != system.method and system.control != system.baseline
         assert all(timing.tokens or timing.seconds for timing in system.timings)
         assert system.timings or name in TIMED_APART, "nothing says what it is worth on the clock"
-        if name not in ELSEWHERE:
-            assert 20 < len(system.line) <= 120 and system.promises
+        assert 20 < len(system.line) <= 120 and system.promises
         untimed = replace(system, timings=(), attempts=tuple(a for a in system.attempts if a.part != "time"))
         assert stages(system, Scale(time=False)) == stages(untimed, Scale())
 
@@ -126,7 +124,7 @@ def test_what_is_timed_is_what_is_judged() -> None:
 
 def test_every_kind_that_is_promised_is_judged_or_the_verdict_says_so() -> None:
     """A price is no clock, and arithmetic is no check; what is judged is promised."""
-    for name in set(NAMES) - ELSEWHERE:
+    for name in NAMES:
         system = index.system(name)
         parts = {"answers"} if system.quality else set()
         parts |= {"cost" for saving in system.savings if saving.against != "control"}
