@@ -308,8 +308,12 @@ def merge(attend: AttentionPlan, evict: AttentionPlan) -> AttentionPlan:
         return evict
     if attend.keys is not FULL and evict.keys is not FULL:
         raise ValueError("two methods choose what rows read: leave one of them out")
-    for name in ("window", "bias", "record", "shared"):
-        if getattr(attend, name) is not None and getattr(evict, name) is not None:
+    given: dict[str, tuple[object, object]] = {
+        "window": (attend.window, evict.window), "bias": (attend.bias, evict.bias),
+        "record": (attend.record, evict.record), "shared": (attend.shared, evict.shared),
+    }  # fmt: skip
+    for name, (one, other) in given.items():
+        if one is not None and other is not None:
             raise ValueError(f"two methods give the {name} of what rows read: leave one of them out")
     return AttentionPlan(
         keys=evict.keys if attend.keys is FULL else attend.keys,
