@@ -67,7 +67,7 @@ def lookups(tree: Tree) -> int:
 
 
 def optional(tree: Tree) -> int:
-    """Members that a method may have and need not, which a docstring of a verb lists under *Optional*."""
+    """Members that a method may have and that no class declares: a docstring of a verb lists them under *Optional*."""
     line = re.compile(r"^ {4,}(\w+)(?:\([^)]*\) -> .+?|: .+?)  -- \S", re.MULTILINE)
     total = 0
     for _, module in python(tree, PACKAGE + "verbs/"):
@@ -109,7 +109,7 @@ def figures(tree: Tree) -> dict[str, str]:
         cases += sum(isinstance(node, ast.FunctionDef) and node.name.startswith("test_") for node in ast.walk(module))
     readme = tree["README.md"].splitlines()
     return {
-        "members that a method may have and need not (docstrings of the verbs)": str(optional(tree)),
+        "optional members of methods that docstrings alone declare": str(optional(tree)),
         "`getattr` and `hasattr` in the core": str(lookups(tree)),
         "public classes": str(len(classes)),
         "names of public classes that are used more than once": str(sum(count > 1 for count in classes.values())),
