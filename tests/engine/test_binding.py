@@ -371,3 +371,21 @@ def test_prefixes_are_known_by_the_parts_that_shaped_them() -> None:
     different = ["", ":selector=static", ":selector=sequential", ":selector.threshold=0.5", ":selector=local_leap"]
     assert len({key(f"block_diffusion{knobs}") for knobs in different}) == len(different)
     assert " at 0x" not in key("block_diffusion")
+
+
+def test_recipes_whose_stores_differ_share_no_rows_and_no_format() -> None:
+    """Neither where they are of two kinds, nor where they differ in a knob alone."""
+    stores = {"": "slab", "eight": "int8:bits=8", "sixteen": "int8:bits=16"}
+    recipes = {name: parse({"store": store}) for name, store in stores.items() if name}
+    placed: Any = Builder(tiny.model(), parse({}), Limits(kv_bytes=64 << 20), recipes=recipes, load=tiny.load).build()
+    (prompt,) = tiny.prompts(70)
+    for name, store in stores.items():
+        together, alone = Request(prompt, tiny.greedy(N), recipe=name), Request(prompt, tiny.greedy(N))
+        own = tiny.engine({"store": store})
+        for engine, request in ((placed, together), (own, alone)):
+            engine.add(request)
+            while request.left is None:  # and its prompt's rows stay for others
+                engine.step()
+        assert together.out == alone.out
+        assert placed.counters.prefix_hits == 0
+        assert placed.parts.recipes[name].store.row_bytes == own.store.row_bytes
