@@ -103,6 +103,8 @@ def test_a_profile_of_another_machine_is_noted(
         ([*DEVICE, "--rate", "-1"], "rate=-1 is not a rate"),
         ([*DEVICE, "--place", "disaggregated", "--device", "prefill=h100"], "no device is given for decode workers"),
         ([*DEVICE, "--device", "decoed=l4,h100"], "a device is given for 'decoed' workers"),
+        ([*DEVICE, "--layout", "prefill=1x1"], "a device is given for 'prefill' workers"),
+        ([*DEVICE, "--layout", "all=1"], "is no layout"),
         ([*DEVICE, "--die", "now"], "'now' does not say which worker dies"),
         ([*DEVICE, "--die", "0@1"], "one engine has no router"),
         ([*DEVICE, "--ways", "7"], "ways=7 does not divide"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -11,8 +12,12 @@ import pytest
 from phasewise.bench.goodput import SHARE
 from phasewise.bench.workloads import Fixed
 from phasewise.errors import UserError
+from phasewise.plan import side_by_side
 from phasewise.plan.arrivals import Load
 from phasewise.plan.search import (
+    FEW,
+    FEWEST,
+    SHORT,
     Assumption,
     Choice,
     Question,
@@ -57,7 +62,7 @@ def test_pool_sizes_are_all_there() -> None:
     found = places(3)
     assert found == ["colocated", "disaggregated:prefill=1,decode=1", "disaggregated:prefill=1,decode=2",
                      "disaggregated:prefill=2,decode=1", "splitwise:prompt=1,token=1", "splitwise:prompt=1,token=2",
-                     "splitwise:prompt=2,token=1"]  # fmt: skip
+                     "splitwise:prompt=2,token=1", "splitwise:prompt=1,token=1,mixed=1"]  # fmt: skip
     assert places(1) == ["colocated"]
 
 
@@ -76,16 +81,43 @@ def test_workers_of_one_machine_divide_its_cores() -> None:
     }
 
 
-def test_pruning_changes_no_winner() -> None:
-    """Nothing that was given up early is better than the first two, measured to the end."""
-    space = SearchSpace(4, places(4), SMALL.schedules)
-    brute, pruned = search(space, question(SLO(0.3, 0.05)), prune=False), search(space, question(SLO(0.3, 0.05)))
-    assert len(brute) == len(pruned) == len(list(space.choices()))
-    ends = {one.choice: one.worth for one in brute}
+@pytest.mark.parametrize("processes", [1, 2])
+def test_pruning_changes_no_winner(processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that was given up early is better than the first two, measured to the end: on one core or on two, with
+    a load that is long enough to try a short one first or not."""
+    asked = question(SLO(0.3, 0.05))
+    space = SearchSpace(3, places(3), SMALL.schedules)
+    if processes == 2:
+        monkeypatch.setattr("phasewise.plan.search.FEWEST", asked.load.requests // SHORT)
+    assert len(list(space.choices())) > FEW and asked.load.requests < SHORT * FEWEST
+    told: list[str] = []
+    brute = search(space, asked, prune=False)
+    pruned = search(space, asked, lambda done, note="": told.append(note), processes=processes)
+    assert len(brute) == len(pruned) == len(told) == len(list(space.choices()))
     assert any(one.pruned for one in pruned), "nothing was spared"
-    for place, most in enumerate(sorted(ends.values(), reverse=True)[:2]):
-        assert not pruned[place].pruned
-        assert pruned[place].worth == pytest.approx(most, rel=0.06) == ends[pruned[place].choice]
+    ends = {one.choice: one for one in brute}
+    for mine, theirs in zip(pruned[:2], brute[:2]):
+        assert not mine.pruned and mine == ends[mine.choice]
+        assert mine.worth == theirs.worth
+    assert told[-1].startswith(f"best so far: {pruned[0].choice}") or pruned[0].worth == pruned[1].worth
+
+
+def test_an_error_in_another_process_is_raised_here() -> None:
+    with pytest.raises(TooShort, match="all 60 requests at once are in time"):
+        search(SMALL, question(SLO(1000.0, None)), processes=2)
+
+
+def test_work_goes_on_beside_and_errors_come_back() -> None:
+    def work(item: int, hint: int) -> int:
+        if item == 3:
+            raise UserError("three")
+        return item * item + hint
+
+    found = dict(side_by_side.each(range(6), work, lambda: 100, 2))
+    assert str(found.pop(3)) == "three" and found == {n: n * n + 100 for n in range(6) if n != 3}
+    assert found.items() < dict(side_by_side.each(range(6), work, lambda: 100, 1)).items()
+    with pytest.raises(RuntimeError, match="has ended"):
+        list(side_by_side.each(range(4), lambda item, hint: os._exit(1), lambda: 0, 2))
 
 
 def test_the_rate_is_one_that_holds_and_the_next_does_not() -> None:

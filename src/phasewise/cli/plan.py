@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -23,11 +24,12 @@ from phasewise.errors import UserError, near
 
 if TYPE_CHECKING:
     from phasewise.plan import search
-    from phasewise.plan.search import Assumption, Choice, Question, Tried
+    from phasewise.plan.layout import Affinity, Layout
+    from phasewise.plan.search import Assumption, Choice, Question, SearchSpace, Tried
     from phasewise.plan.setting import CostsByRole
     from phasewise.request.params import SLO
 
-GOALS = ("goodput", "cost", "power")
+GOALS = ("goodput", "cost", "power", "price", "watts")
 SHOWN = 8  # choices of the table
 SCHEDULES = "sarathi:budget=256|sarathi:budget=512|sarathi:budget=1024|sarathi:budget=2048|prefill_first"
 
@@ -43,8 +45,8 @@ class PlanSpace:
         str,
         typer.Option(
             metavar="|".join(GOALS),
-            help="Maximise requests within the targets per device (goodput), per unit of money (cost), or "
-            "per joule (power).",
+            help="Maximise requests within the targets per device (goodput), $/h (price) or W (watts) of all devices; "
+            "or per unit of money (cost) or joule (power) of those that are busy.",
         ),
     ] = "goodput"
     places: Annotated[
@@ -72,9 +74,64 @@ class PlanSpace:
             help="With --device: numbers of stages that a worker's layers are divided into (pipeline parallelism).",
         ),
     ] = "1"
+    per_role: Annotated[
+        bool, typer.Option("--per-role", help="With --device: let each role of a placement have its own degrees.")
+    ] = False
+    kinds: Annotated[
+        str | None,
+        typer.Option(metavar="DEVICE|...", help="Kinds of devices that each role may have, separated by |."),
+    ] = None
+    layouts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LAYOUT|...",
+            help="Try these alone, such as prefill=4x1,decode=2x2|prefill=2x1,decode=1x1 (--layout of simulate).",
+        ),
+    ] = None
+    node: Annotated[int, typer.Option(min=0, help="Devices of a node. 0: all are on one.")] = 0
+    affinity: Annotated[
+        str, typer.Option(metavar="high|low", help="low: KV does not leave a node (--link is then one within a node).")
+    ] = "high"
+    budget: Annotated[
+        float | None, typer.Option(help="With --goal price or watts: the most $/h, or W, of a server's devices.")
+    ] = None
     draft: Annotated[str, typer.Option(metavar="METHOD", help="With --accept: the drafter, one with a knob `k`.")] = (
         DRAFTER
     )
+
+    def check(self) -> None:
+        """Raises UserError for options that do not go together."""
+        if self.goal not in GOALS:
+            raise UserError(f"unknown goal {self.goal!r}. {near(self.goal, GOALS)}")
+        if self.affinity not in ("high", "low"):
+            raise UserError(f"unknown affinity {self.affinity!r}: choose high or low")
+        if self.budget is not None and self.goal not in ("price", "watts"):
+            raise UserError("--budget is of --goal price, in $/h, or of --goal watts: name one of the two")
+
+    def own_layouts(self) -> list[Layout]:
+        """Layouts that each role may have; none where all roles have the same. Raises UserError."""
+        from phasewise.plan.layout import Layout
+
+        kinds = self.kinds.split("|") if self.kinds is not None else [""]
+        if not self.per_role and self.kinds is None:
+            return []
+        return [Layout("", ways, stages, kind) for ways in self.ways() for stages in self.stages() for kind in kinds]
+
+    def spaces(self, made: SearchSpace) -> list[SearchSpace]:
+        """The search space, or one for each layout that is given. Raises UserError."""
+        from phasewise.plan import layout, search
+
+        if self.layouts is None:
+            return [replace(made, layouts=self.own_layouts())]
+        given = [layout.parse(text) for text in self.layouts.split("|")]
+        found = []
+        for one in given:
+            roles = {each.role for each in one}
+            places = [place for place in made.places if set(search.workers(place)) == roles]
+            if not places:
+                raise UserError(f"no placement has the roles {', '.join(sorted(roles))}: name one with --places")
+            found.append(replace(made, places=places, layouts=one))
+        return found
 
     def ways(self) -> list[int]:
         """Raises UserError."""
@@ -117,13 +174,14 @@ def plan(
       phasewise profile pocket --out profile.json && phasewise plan --profile profile.json --ttft 500 --tpot 50
       phasewise plan --device a100 --devices 8 --model path/to/model --ttft 400 --tpot 40 --degrees 1,2,4 --rate 20
       phasewise plan --device a100 --devices 8 --model path/to/model --ttft 400 --degrees 1,2 --pipeline 1,2,4
+      phasewise plan --device a100 --devices 8 --model DIR --ttft 400 --degrees 1,2,4 --pipeline 1,2 --per-role
+      phasewise plan --kinds "h100|a100" --devices 8 --model DIR --ttft 400 --goal price --budget 12
       phasewise plan --device a100 --model path/to/model --tpot 20 --accept 0.6 --requests 2000
       phasewise plan --profile profile.json --ttft 500 --tpot 50 --replan http://localhost:8000
       phasewise plan --device h100 --devices 4 --goal power --model DIR --workload trace:path=azure.csv --ttft 1000
     """
     slo = targets.asked()
-    if space.goal not in GOALS:
-        raise UserError(f"unknown goal {space.goal!r}. {near(space.goal, GOALS)}")
+    space.check()
     from phasewise.plan import search
     from phasewise.plan.side_by_side import cores
 
@@ -163,7 +221,7 @@ def _places(costs: CostSource, space: PlanSpace) -> list[str]:
 
 def _asked(
     space: PlanSpace, costs: CostSource, asked: Simulated, served: Served, slo: SLO
-) -> tuple[Question, search.SearchSpace]:
+) -> tuple[Question, search.Space]:
     """What is judged by what, and what is tried. Raises UserError."""
     from phasewise.plan import search
 
@@ -172,26 +230,32 @@ def _asked(
         drafter(space.draft, depth)
     setting = replace(served.setting(load.lengths.prefix > 0), drafts=served.guesses.drafts(0, asked.seed))
     question = search.Question(
-        load, slo, _sources(costs, space), setting, cast(Literal["goodput", "cost", "power"], space.goal)
-    )
+        load, slo, _sources(costs, space), setting, cast("search.Goal", space.goal),
+        budget=math.inf if space.budget is None else space.budget,
+    )  # fmt: skip
     where = search.SearchSpace(
         space.devices, space.places.split("|") if space.places else _places(costs, space),
         space.schedules.split("|"), _recipes(costs, space), space.ways(), depths, space.stages(),
+        node=space.node, affinity=cast("Affinity", space.affinity),
     )  # fmt: skip
-    return question, where
+    return question, search.joined(space.spaces(where))
 
 
 def _sources(costs: CostSource, space: PlanSpace) -> Callable[[Choice], CostsByRole]:
     """Costs of each choice, made once."""
-    if costs.profile is not None and (space.ways() != [1] or space.stages() != [1]):
-        raise UserError("a profile is of whole machines: leave --degrees and --pipeline out")
+    degrees = space.ways() != [1] or space.stages() != [1]
+    if costs.profile is not None and (degrees or space.own_layouts() or space.layouts is not None):
+        raise UserError("a profile is of whole machines: leave --degrees, --pipeline, --kinds and --layouts out")
+
+    if costs.device is None and costs.profile is None and space.kinds is not None:
+        costs = replace(costs, device=space.kinds.split("|")[0])
 
     @cache
-    def of(recipe: str, ways: int, stages: int) -> CostsByRole:
-        return replace(costs, recipe=recipe or costs.recipe, ways=ways, stages=stages).source()
+    def of(recipe: str, ways: int, stages: int, roles: tuple[Layout, ...]) -> CostsByRole:
+        return replace(costs, recipe=recipe or costs.recipe, ways=ways, stages=stages).source(roles)
 
     def source(choice: Choice) -> CostsByRole:
-        return of(choice.recipe, choice.ways, choice.stages)
+        return of(choice.recipe, choice.ways, choice.stages, choice.roles)
 
     return source
 
@@ -239,9 +303,10 @@ def _assumptions(question: Question) -> list[Assumption]:
 
 
 def _say(found: Sequence[Tried], other: Tried | None, goal: str, count: int) -> None:
-    unit = {"goodput": "requests/s per device", "cost": "requests per unit of money", "power": "requests per joule"}[
-        goal
-    ]
+    unit = {
+        "goodput": "requests/s per device", "cost": "requests per unit of money", "power": "requests per joule",
+        "price": "requests/s per $/h", "watts": "requests/s per W",
+    }[goal]  # fmt: skip
     body = [
         [str(one.choice), str(one.devices), "-" if one.pruned else f"{one.rate:.3g}",
          f"less than {one.worth:.3g}" if one.pruned else f"{one.worth:.3g}"]
@@ -280,6 +345,9 @@ def _write(path: Path, best: Tried, count: int, targets: Targets, costs: CostSou
     if best.choice.ways * best.choice.stages > 1:
         shared = f"# every worker on {best.choice.ways * best.choice.stages} devices"
         about.append(shared + (f": {best.choice.stages} stages of the layers" if best.choice.stages > 1 else ""))
+    for one in best.choice.roles:
+        kind = f" {one.device}" if one.device else ""
+        about.append(f"# {one.role} workers: {one.ways} devices{kind} per stage, {one.stages} stages")
     lines = about + [f"{key} = {json.dumps(value)}" for key, value in own.items() if value is not None]
     try:
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")

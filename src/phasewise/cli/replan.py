@@ -13,7 +13,7 @@ import typer
 from phasewise.errors import UserError
 
 if TYPE_CHECKING:
-    from phasewise.plan.search import Question, SearchSpace
+    from phasewise.plan.search import Question, Space
     from phasewise.plan.watch import Assumed, TrafficWindow
 
 FILE = Path("phasewise.toml")
@@ -47,9 +47,7 @@ def beside(config: Path) -> Path:
     return config.with_suffix(".plan.json")
 
 
-def watch(
-    watched: WatchedPlan, question: Question, space: SearchSpace, wait: Callable[[float], object] = time.sleep
-) -> bool:
+def watch(watched: WatchedPlan, question: Question, space: Space, wait: Callable[[float], object] = time.sleep) -> bool:
     """Look until the plan does not fit, and say what would. -> whether it fits, where one window is asked for"""
     from phasewise.plan.watch import FEWEST, Assumed, misfits, read, window
     from phasewise.request.params import SLO
@@ -80,7 +78,7 @@ def watch(
             return True
 
 
-def _again(assumed: Assumed, seen: TrafficWindow, question: Question, space: SearchSpace) -> None:
+def _again(assumed: Assumed, seen: TrafficWindow, question: Question, space: Space) -> None:
     """The search, with what was seen."""
     from phasewise.plan.search import search
     from phasewise.plan.side_by_side import cores

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +21,7 @@ from phasewise.errors import UserError
 
 if TYPE_CHECKING:
     from phasewise.plan.arrivals import Load
+    from phasewise.plan.layout import Layout
     from phasewise.plan.setting import CostsByRole, ServerSetting
 
 
@@ -46,27 +48,39 @@ class CostSource:
         int, typer.Option(min=1, help="Stages of a worker, each with a part of the layers (pipeline parallelism).")
     ] = 1
 
-    def source(self) -> CostsByRole:
-        """The source of costs. Raises UserError for options that do not go together."""
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ROLE=WAYSxSTAGES,...",
+            help="With --device: degrees per role, such as prefill=4x1,decode=2x2 (tensor x pipeline parallelism).",
+        ),
+    ] = None
+
+    def source(self, layouts: Sequence[Layout] = ()) -> CostsByRole:
+        """The source of costs. `layouts`: of roles whose degrees are others than --ways and --stages, instead of those
+        of --layout. Raises UserError for options that do not go together."""
         from phasewise.load import config_of
-        from phasewise.plan import setting
+        from phasewise.plan import layout, setting
         from phasewise.plan.profile import Profile
         from phasewise.plan.shape import DecoderShape
 
         if (self.profile is None) == (self.device is None):
             raise UserError("costs come from --profile FILE, or from --device NAME with --model: give one of the two")
         if self.profile is not None:
-            if self.ways > 1 or self.stages > 1 or self.model is not None:
-                raise UserError("a profile is of one model and one machine: leave --ways, --stages and --model out")
+            if self.ways > 1 or self.stages > 1 or self.model is not None or self.layout is not None:
+                raise UserError(
+                    "a profile is of one model and one machine: leave --ways, --stages, --layout and --model out"
+                )
             return setting.measured(Profile.load(self.profile), self.recipe)
         if self.model is None:
             raise UserError("--device needs --model: a name, or a directory with config.json")
         if self.recipe:
             raise UserError("recipes are measured: --recipe goes with --profile")
         assert self.device is not None
-        return setting.known(
-            setting.devices(self.device), self.ways, DecoderShape.of(config_of(self.model)), self.stages
-        )
+        if not layouts and self.layout is not None:
+            layouts = layout.parse(self.layout)
+        shape = DecoderShape.of(config_of(self.model))
+        return setting.known(setting.devices(self.device), self.ways, shape, self.stages, layouts)
 
     def about(self) -> list[str]:
         """Notes on a profile that does not fit this machine."""
@@ -196,8 +210,9 @@ def simulate(
     load = asked.load()
     drafts = served.guesses.drafts(served.guesses.one(), asked.seed)
     setting = replace(served.setting(load.lengths.prefix > 0), drafts=drafts)
-    scenario = setting.scenario(costs.source(), served.replicas, settings.deaths(served.die or ()), asked.seed)
-    _check_roles(scenario.policy(), costs.device)
+    source = costs.source()
+    scenario = setting.scenario(source, served.replicas, settings.deaths(served.die or ()), asked.seed)
+    _check_roles(scenario.policy(), costs)
     jobs = load.jobs(slo)
     for line in [*doubts(targets, served.link), *costs.about()]:
         print(f"note: {line}")
@@ -209,7 +224,7 @@ def simulate(
     _tell(numbers, f"{served.place or 'one engine'}, {asked.workload}", seconds)
     if find_goodput:
         best = goodput(scenario, load, slo)
-        devices = outcome.workers * costs.ways * costs.stages
+        devices = sum(source.devices(worker.spec.role) for cluster in outcome.clusters for worker in cluster.workers)
         numbers |= {"goodput_per_s": best.rate, "goodput_per_device_per_s": best.rate / devices}
         said = f"{'' if best.bounded else 'at least '}{best.rate:.3g} requests/s ({best.rate / devices:.3g} per device)"
         print(f"goodput: {said if best.rate > 1e-5 else 'none: the targets are missed at every rate'}")
@@ -218,12 +233,16 @@ def simulate(
         out.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
 
 
-def _check_roles(policy: Any, device: str | None) -> None:
+def _check_roles(policy: Any, costs: CostSource) -> None:
+    """Raises UserError for devices or degrees of a role that the placement does not have."""
+    from phasewise.plan import layout
     from phasewise.plan import setting as settings
 
-    if device is not None:
-        roles = [spec.role for spec in policy.worker_specs()] if policy is not None else ["all"]
-        settings.unknown_role(sorted(set(roles)), settings.devices(device))
+    if costs.device is not None:
+        roles = sorted({spec.role for spec in policy.worker_specs()} if policy is not None else {"all"})
+        settings.unknown_role(roles, settings.devices(costs.device))
+        if costs.layout is not None:
+            settings.unknown_role(roles, {one.role: costs.layout for one in layout.parse(costs.layout)})
 
 
 def _tell(numbers: dict[str, Any], what: str, seconds: float) -> None:

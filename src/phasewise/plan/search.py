@@ -15,11 +15,13 @@ from phasewise.bench.latency import TAIL, percentile
 from phasewise.errors import UserError
 from phasewise.plan import side_by_side
 from phasewise.plan.arrivals import Load
+from phasewise.plan.layout import Affinity, Layout, fits
 from phasewise.plan.setting import CostsByRole, ServerSetting
 from phasewise.plan.simulate import LEAST, Best, LoadOutcome, Scenario, goodput, run, share_at_least
 from phasewise.request.params import SLO
 
-Goal = Literal["goodput", "cost", "power"]
+Goal = Literal["goodput", "cost", "power", "price", "watts"]
+BY_WEIGHT = ("goodput", "price", "watts")  # goals that divide the rate by what a server has, whatever it does
 Buildable: TypeAlias = "tuple[Choice, int]"  # and the number of devices that it takes
 SHORT, COARSE = 8, 0.1  # the part of the load by which choices are put in order, and how precisely they are measured
 FEWEST, FEW = 50, 8  # requests of such a part, and choices of which none is worth the trouble
@@ -39,7 +41,7 @@ class TooShort(UserError):
 @dataclass(frozen=True)
 class Choice:
     """One kind of server: `ways` devices share every layer of each of its workers, whose layers are divided among
-    `stages` such groups; `depth`: guesses of a decode."""
+    `stages` such groups; `depth`: guesses of a decode. `roles`: of workers whose degrees, or devices, are others."""
 
     place: str
     schedule: str
@@ -47,9 +49,10 @@ class Choice:
     ways: int = 1
     depth: int = 0
     stages: int = 1
+    roles: tuple[Layout, ...] = ()
 
     def __str__(self) -> str:
-        words = [self.place, self.schedule]
+        words = [self.place, self.schedule, *map(str, self.roles)]
         words += [f"recipe {self.recipe}"] if self.recipe else []
         words += [f"{self.ways} devices per {'stage' if self.stages > 1 else 'worker'}"] if self.ways > 1 else []
         words += [f"{self.stages} stages"] if self.stages > 1 else []
@@ -59,7 +62,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """The search space: every combination whose server has no more than `devices` devices."""
+    """The search space: every combination whose server has no more than `devices` devices.
+
+    With `layouts`, each role of a placement has one of its own: those named for the role, or else those for all (role
+    ""). Otherwise all roles have the same of `ways` and `stages`. A node has `node` devices (0: all are on one), and
+    with low `affinity` KV does not leave it.
+    """
 
     devices: int
     places: Sequence[str]
@@ -68,12 +76,70 @@ class SearchSpace:
     ways: Sequence[int] = (1,)
     depths: Sequence[int] = (0,)
     stages: Sequence[int] = (1,)
+    layouts: Sequence[Layout] = ()
+    node: int = 0
+    affinity: Affinity = "high"
 
     def choices(self) -> Iterator[Choice]:
+        if self.layouts:
+            for place in self.places:
+                for roles in self._layouts(workers(place)):
+                    for schedule, recipe, depth in product(self.schedules, self.recipes, self.depths):
+                        yield Choice(place, schedule, recipe, 1, depth, 1, roles)
+            return
         every = product(self.places, self.schedules, self.recipes, self.ways, self.depths, self.stages)
         for place, schedule, recipe, ways, depth, stages in every:
-            if ways * stages <= self.devices:
+            if ways * stages <= self.devices and self._fits([Layout("", ways, stages)], place):
                 yield Choice(place, schedule, recipe, ways, depth, stages)
+
+    def _fits(self, alike: Sequence[Layout], place: str) -> bool:
+        """Whether workers that are all alike have a place on nodes."""
+        return not self.node or fits([*alike] * len(workers(place)), self.node, self.affinity)
+
+    def _layouts(self, roles: Sequence[str]) -> Iterator[tuple[Layout, ...]]:
+        """The layouts of a placement's roles that fit the devices and nodes there are."""
+        names = list(dict.fromkeys(roles))
+        options = []
+        for name in names:
+            own = [one for one in self.layouts if one.role == name]
+            options.append(own or [replace(one, role=name) for one in self.layouts if not one.role])
+        for found in product(*options):
+            by = dict(zip(names, found))
+            every = [by[role] for role in roles]
+            if sum(one.devices for one in every) <= self.devices and fits(every, self.node, self.affinity):
+                yield found
+
+
+class Space(Protocol):
+    """What a search goes through."""
+
+    @property
+    def devices(self) -> int: ...
+    def choices(self) -> Iterator[Choice]: ...
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Several search spaces, one after the other."""
+
+    spaces: Sequence[SearchSpace]
+
+    @property
+    def devices(self) -> int:
+        return max(space.devices for space in self.spaces)
+
+    def choices(self) -> Iterator[Choice]:
+        return (choice for space in self.spaces for choice in space.choices())
+
+
+def joined(spaces: Sequence[SearchSpace]) -> Space:
+    return spaces[0] if len(spaces) == 1 else Joined(spaces)
+
+
+def workers(place: str) -> list[str]:
+    """The role of each worker of a placement; "all" is an engine's that does everything. Raises UserError."""
+    policy = catalog.build("place", place).policy(0.0, range(2))
+    return ["all"] if policy is None else [spec.role for spec in policy.worker_specs()]
 
 
 def places(workers: int, machine: bool = False) -> list[str]:
@@ -112,6 +178,7 @@ class Question:
     setting: ServerSetting
     goal: Goal = "goodput"
     precision: float = 0.02
+    budget: float = math.inf  # the most that all devices may weigh, in $/h or W
 
     def scenario(self, choice: Choice, replicas: int = 1) -> Scenario:
         """Raises UserError for one that cannot be built."""
@@ -120,11 +187,24 @@ class Question:
         return made.scenario(self.source(choice), replicas, (), self.load.seed)
 
     def devices(self, choice: Choice) -> int:
-        """The number of devices that such a server takes."""
-        if self.source(choice).machine:
-            return 1
+        """The number of devices that such a server takes. Raises UserError for one that cannot be built."""
+        source = self.source(choice)
+        return 1 if source.machine else sum(map(source.devices, self._workers(choice)))
+
+    def _workers(self, choice: Choice) -> list[str]:
         policy = self.scenario(choice).policy()
-        return (1 if policy is None else len(policy.worker_specs())) * choice.ways * choice.stages
+        return ["all"] if policy is None else [spec.role for spec in policy.worker_specs()]
+
+    def weight(self, choice: Choice, devices: int) -> float:
+        """What the rate of such a server is divided by: its devices, their price in $/h, or their full power in W.
+        Raises UserError where the devices do not say."""
+        if self.goal not in ("price", "watts"):
+            return float(devices)
+        source = self.source(choice)
+        found = sum(map(source.price if self.goal == "price" else source.power, self._workers(choice)))
+        if not found:
+            raise UserError(f"goal={self.goal!r}: these devices have no figures for it; choose devices that have")
+        return found
 
     def at(self, choice: Choice, rate: float) -> LoadOutcome:
         return run(self.scenario(choice), self.load.jobs(self.slo, rate))
@@ -139,9 +219,9 @@ class Question:
         return goodput(scenario, load, self.slo, precision=self.precision)
 
     def worth(self, choice: Choice, rate: float, devices: int) -> float:
-        """Requests in time per second and device, per joule, or per unit of money."""
-        if self.goal == "goodput" or not rate:
-            return rate / devices
+        """Requests in time per second and device, $/h or W; or per joule, or unit of money, while devices are busy."""
+        if self.goal in BY_WEIGHT or not rate:
+            return rate / self.weight(choice, devices)
         found = self.at(choice, rate)
         numbers = found.numbers(self.slo)
         spent = numbers["joules" if self.goal == "power" else "money"]
@@ -151,7 +231,7 @@ class Question:
 
 
 def search(
-    space: SearchSpace,
+    space: Space,
     question: Question,
     tell: Tell = lambda done, note="": None,
     prune: bool = True,
@@ -169,7 +249,7 @@ def search(
     every, refused = _buildable(space, question)
     if not every:
         raise UserError(f"nothing can be built of {space.devices} devices: {refused or 'no choice fits'}")
-    prune = prune and question.goal == "goodput"
+    prune = prune and question.goal in BY_WEIGHT
     if prune and question.load.requests >= SHORT * FEWEST and len(every) > FEW:
         every = _promising(every, question, processes)
     found = _each(every, question, prune, processes, tell)
@@ -178,7 +258,7 @@ def search(
     return sorted(found, key=lambda one: (one.pruned, -one.worth, one.devices, str(one.choice)))
 
 
-def _buildable(space: SearchSpace, question: Question) -> tuple[list[Buildable], str]:
+def _buildable(space: Space, question: Question) -> tuple[list[Buildable], str]:
     """The choices that can be built of the devices there are; and why the first of the others cannot."""
     found, refused = list[Buildable](), ""
     for choice in space.choices():
@@ -187,7 +267,7 @@ def _buildable(space: SearchSpace, question: Question) -> tuple[list[Buildable],
         except UserError as error:
             refused = refused or f"{choice}: {error}"
             continue
-        if devices <= space.devices:
+        if devices <= space.devices and question.weight(choice, devices) <= question.budget:
             found.append((choice, devices))
     return found, refused
 
@@ -227,7 +307,7 @@ def _each(
 
 def _tried(choice: Choice, devices: int, question: Question, best: float) -> Tried:
     scenario = question.scenario(choice)
-    rate = best * devices
+    rate = best * question.weight(choice, devices)
     if best and not question.holds(scenario, rate):
         return Tried(choice, devices, rate, best, pruned=True)
     found = question.goodput(scenario, rate)
@@ -294,9 +374,9 @@ def _again(one: Tried, question: Question) -> float:
 
 def _more(one: Tried, question: Question, worth: float) -> bool:
     """Whether it is worth more than that: where rates count, whether it holds at the next rate that a search tries."""
-    if question.goal != "goodput":
+    if question.goal not in BY_WEIGHT:
         return _again(one, question) > worth
-    rate = max(LEAST, worth * one.devices) * (1 + question.precision)
+    rate = max(LEAST, worth * question.weight(one.choice, one.devices)) * (1 + question.precision)
     return question.holds(question.scenario(one.choice), rate)
 
 

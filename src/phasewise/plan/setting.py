@@ -16,6 +16,7 @@ from phasewise.plan.cost import Cost
 from phasewise.plan.device import device
 from phasewise.plan.drafts import NONE, Drafts
 from phasewise.plan.gpu_tables import PREFIX, Place, TableCost, table_cost
+from phasewise.plan.layout import Layout
 from phasewise.plan.link import LOCAL, Link
 from phasewise.plan.profile import Profile
 from phasewise.plan.roofline import Roofline
@@ -32,7 +33,8 @@ class CostsByRole:
     """A source of costs. `cost`: of a role with so many threads; `kv_bytes`: what a role's worker has for KV, None
     where that is the user's to say; `beside`: how workers of so many threads slow each other down, `shared`: on the
     same cores; `served`: what a server adds, by whether it has workers; `machine`: all workers of a server share one
-    device, a machine's cores; `stages`: in which a worker's steps follow each other through the layers."""
+    device, a machine's cores; `stages`: in which a worker's steps follow each other through the layers; `devices`: of a
+    worker, `price` and `power` of all of these, $/h and W, 0 where the source does not say."""
 
     cost: Callable[[str, int | None], Cost]
     kv_bytes: Callable[[str], int | None]
@@ -43,7 +45,10 @@ class CostsByRole:
     shared: Callable[[int | None], Beside] = lambda threads: {}
     served: Callable[[bool], Serving] = lambda workers: Serving()
     machine: bool = False
-    stages: int = 1
+    stages: Callable[[str], int] = lambda role: 1
+    devices: Callable[[str], int] = lambda role: 1
+    price: Callable[[str], float] = lambda role: 0.0
+    power: Callable[[str], float] = lambda role: 0.0
 
 
 def measured(profile: Profile, recipe: str = "") -> CostsByRole:
@@ -60,27 +65,48 @@ def measured(profile: Profile, recipe: str = "") -> CostsByRole:
     )  # fmt: skip
 
 
-def known(devices: Mapping[str, str], ways: int, shape: DecoderShape, stages: int = 1) -> CostsByRole:
-    """Devices by their files, or measured, by role; "" stands for all roles that are not named. Raises UserError."""
+def known(
+    devices: Mapping[str, str], ways: int, shape: DecoderShape, stages: int = 1, layouts: Sequence[Layout] = ()
+) -> CostsByRole:
+    """Devices by their files, or measured, by role; "" stands for all roles that are not named. Roles of `layouts` have
+    degrees of their own, and may have another kind of device. Raises UserError."""
 
-    def priced(name: str) -> Roofline | TableCost:
+    def priced(name: str, ways: int, stages: int) -> Roofline | TableCost:
         if not name.startswith(PREFIX):
             return Roofline(device(name), shape, ways, stages)
         if stages > 1:
             raise UserError(f"stages={stages}: {PREFIX} has no steps in stages; take a device file, or one stage")
         return table_cost(Place.parse(name), shape, ways)
 
-    made = {role: priced(name) for role, name in devices.items()}
-
-    def of(role: str) -> Roofline | TableCost:
-        found = made.get(role, made.get(""))
+    def named(role: str) -> str:
+        found = devices.get(role, devices.get(""))
         if found is None:
             raise UserError(f"no device is given for {role} workers: add {role}=DEVICE, or name one for all")
         return found
 
+    rest = Layout("", ways, stages)
+    own = {one.role: one for one in layouts}
+    # without layouts every named device is tried at once; with them, the degrees of the rest may fit no role
+    made = {} if own else {role: priced(name, ways, stages) for role, name in devices.items()}
+    made |= {role: priced(one.device or named(role), one.ways, one.stages) for role, one in own.items()}
+
+    def of(role: str) -> Roofline | TableCost:
+        if role not in made:
+            made[role] = made[""] if "" in made else priced(named(role), ways, stages)
+        return made[role]
+
+    def spent(what: str) -> Callable[[str], float]:
+        def sums(role: str) -> float:
+            cost = of(role)
+            one: float = getattr(cost.device, what) if isinstance(cost, Roofline) else 0.0
+            return one * own.get(role, rest).devices
+
+        return sums
+
     return CostsByRole(
         lambda role, threads: of(role), lambda role: int(of(role).kv_bytes), int(shape.row_bytes), shape.layers, 1,
-        stages=stages,
+        stages=lambda role: own.get(role, rest).stages, devices=lambda role: own.get(role, rest).devices,
+        price=spent("price"), power=spent("power"),
     )  # fmt: skip
 
 
@@ -122,14 +148,14 @@ class ServerSetting:
             return own
 
         engine = EngineSettings(self._scheduler(), source.row_bytes, source.layers, self.max_running,
-                                self.prefix_cache, self.drafts, source.stages)  # fmt: skip
+                                self.prefix_cache, self.drafts)  # fmt: skip
         placing, cores = catalog.build("place", self.place), range(source.cores)
         workers = placing.traits.launches
         served = source.served(workers)
         layout = ClusterLayout(
             engine, cache(source.cost), budget, self.link, self.revive,
             lambda threads: both(source.beside(threads), served.beside),
-            lambda threads: over(source.shared(threads), served.beside, source.beside(threads)), served,
+            lambda threads: over(source.shared(threads), served.beside, source.beside(threads)), served, source.stages,
         )  # fmt: skip
         made = Scenario(layout, placing, cores, replicas, deaths, seed, served.lag)
         policy = made.policy()

@@ -10,7 +10,7 @@ now and then while requests are under way, so that what is overdue is given up a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -53,6 +53,11 @@ class ClusterLayout:
     beside: Callable[[int | None], Beside] = lambda threads: {}
     shared: Callable[[int | None], Beside] = lambda threads: {}
     served: Serving = field(default_factory=Serving)
+    stages: Callable[[str], int] | None = None  # of a role's workers; None: those of `engine`
+
+    def settings(self, role: str) -> EngineSettings:
+        """What the engines of a role's workers are made with."""
+        return self.engine if self.stages is None else replace(self.engine, stages=self.stages(role))
 
 
 class SimulatedConnection:

@@ -101,7 +101,7 @@ class SimulatedWorker:
         self.written: list[SimulatedSequence] = []  # got further tokens, where the router's policy hears of each
         self.cores = spec.cores
         cost: Cost = layout.cost(spec.role, spec.n_threads)
-        self.engine = SimulatedEngine(layout.engine, cost, ledger, not spec.decodes)
+        self.engine = SimulatedEngine(layout.settings(spec.role), cost, ledger, not spec.decodes)
         self.engine.served = layout.served
         self._settle(spec.n_threads)
         self.lender = SimulatedLender(self.engine, ledger) if isinstance(ledger, Account) else None

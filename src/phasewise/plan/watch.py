@@ -17,6 +17,7 @@ from typing import Any
 from phasewise.bench.goodput import SHARE
 from phasewise.bench.workloads import Lengths
 from phasewise.errors import UserError
+from phasewise.plan.layout import Layout
 from phasewise.plan.search import Choice
 
 FEWEST = 10  # requests that must have left in a window, for it to say anything
@@ -49,7 +50,8 @@ class Assumed:
         """Raises UserError."""
         try:
             plain = json.loads(path.read_text(encoding="utf-8"))
-            return cls(**(plain | {"choice": Choice(**plain["choice"])}))
+            roles = tuple(Layout(**one) for one in plain["choice"].get("roles", ()))
+            return cls(**(plain | {"choice": Choice(**(plain["choice"] | {"roles": roles}))}))
         except OSError as error:
             raise UserError(f"{path} cannot be read ({error.strerror}): `phasewise plan` writes it beside its TOML, "
                             "and --config says where that is") from error  # fmt: skip

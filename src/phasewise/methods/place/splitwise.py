@@ -31,8 +31,8 @@ class Splitwise(Method, Placing):
     there. Workers are home again once nothing foreign is left to do.
 
     Every worker can do both, so borrowing moves nothing but a role. Left out: the scheduler of the paper's machines
-    (here that is `schedule`: mixed workers need no preemption by prompts), and provisioning by cost and power.
-    `phasewise simulate` runs this policy in virtual time.
+    (here that is `schedule`: mixed workers need no preemption by prompts). `phasewise plan --kinds ... --goal price`
+    provisions unlike machines, and `phasewise simulate` runs this policy in virtual time.
     """
 
     prompt: int = 1
@@ -57,7 +57,13 @@ class Splitwise(Method, Placing):
 
     @staticmethod
     def sizes(devices: int) -> list[str]:
-        return [f"prompt={i},token={n - i}" for n in range(2, devices + 1) for i in range(1, n)]
+        """Prompt and token workers in all numbers, and the same with one worker in the mixed pool."""
+        two = [(i, n - i, 0) for n in range(2, devices + 1) for i in range(1, n)]
+        three = [(i, n - 1 - i, 1) for n in range(3, devices + 1) for i in range(1, n - 1)]
+        return [
+            f"prompt={prompt},token={token}{',mixed=1' * mixed}"
+            for prompt, token, mixed in sorted(two + three, key=sum)
+        ]
 
     def policy(self, now: float, cores: Sequence[int]) -> PhasePools:
         return PhasePools(self.prompt, self.token, self.mixed, self.threshold)
