@@ -152,4 +152,4 @@ def build(spec: EngineSpec) -> Builder:
     if spec.limits.exact:
         refuse_lossy({"": methods, **recipes})
     model = load_model(spec.model, dtype=dtype_of(spec.dtype), device=spec.device)
-    return Builder(model, methods, spec.limits, load=load, spec=spec, recipes=recipes)
+    return Builder(model, methods, spec.limits.on(model.device), load=load, spec=spec, recipes=recipes)

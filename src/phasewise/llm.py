@@ -88,9 +88,9 @@ class LLM:
         **verbs: str | None,
     ) -> None:
         self.name = model
-        self.limits = limits or Limits()
         texts = {name: dict(own) for name, own in (recipes or {}).items()}
-        self._builder = builder = build(EngineSpec(model, self.limits, dtype, device, verbs, texts))
+        self._builder = builder = build(EngineSpec(model, limits or Limits(), dtype, device, verbs, texts))
+        self.limits = builder.limits
         self.model: Model = builder.model
         self.tokenizer = Tokenizer.load(model_path(model))
         self.recipes = tuple(builder.recipes)  # what requests may ask for, besides the default ""

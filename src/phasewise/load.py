@@ -61,9 +61,20 @@ def dtype_of(name: str | None) -> torch.dtype | None:
 
 def load_model(name: str, *, dtype: torch.dtype | None = None, device: str = "cpu") -> Model:
     """The model called `name`. Raises UserError naming what does not fit, an unusable device included."""
+    return Model.load(model_path(name), dtype=dtype, device=usable(device))
+
+
+def usable(device: str) -> torch.device:
+    """The device of this name. Raises UserError if nothing can be computed there.
+
+    From then on cuDNN's attention is not taken on a GPU: it plans anew for every length of keys, half a second each.
+    """
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # torch's own words are pages long
         reason = str(error).strip().splitlines()[0].rstrip(".")
         raise UserError(f"device {device!r} cannot be used ({reason}). Say cpu, or cuda where a GPU is.") from error
-    return Model.load(model_path(name), dtype=dtype, device=device)
+    found = torch.device(device)
+    if found.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    return found

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from phasewise.engine.assembly import kv_shapes as kv_shapes
 
@@ -13,16 +15,30 @@ def memory_default() -> int:
     return min(4 << 30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4)
 
 
+def device_memory(device: torch.device) -> int:
+    """Three quarters of the bytes that are free on a GPU once weights are there; the rest is for steps."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free * 3 // 4
+
+
 @dataclass(frozen=True)
 class Limits:
     """The limits of an engine: bytes of KV, requests that run at a time, and what else it may do."""
 
-    kv_bytes: int | None = None  # hard budget for KV, prefix cache and companions included; None = memory_default()
+    kv_bytes: int | None = (
+        None  # hard budget for KV, prefix cache and companions included; None = see `on`, memory_default()
+    )
     max_running: int = 64
     prefix_cache: bool = True
     # where the workers of a placement run: inline (this thread), processes, ray[:knobs] or auto (processes if possible)
     cluster: str = "inline"
     exact: bool = False  # no method that may change answers, in any recipe
+
+    def on(self, device: torch.device) -> Limits:
+        """The same for a model on `device`: KV that nobody has limited lies in the memory of a GPU, if it is one."""
+        if self.kv_bytes is not None or device.type != "cuda":
+            return self
+        return replace(self, kv_bytes=device_memory(device))
 
     @property
     def budget(self) -> int:

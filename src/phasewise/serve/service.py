@@ -15,7 +15,6 @@ from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 
-from phasewise.engine.limits import memory_default
 from phasewise.errors import UserError, near
 from phasewise.llm import LLM
 from phasewise.request.params import SLO, Params
@@ -58,9 +57,8 @@ class Service:
     def __init__(self, llm: LLM, name: str, policy: ServePolicy, slo: SLO | None = None) -> None:
         self.llm, self.name, self.created = llm, name, int(time.time())
         self.slo = slo or SLO()
-        limit = llm.limits.kv_bytes
         self.names = _names(name, {recipe: recipe for recipe in llm.recipes})  # {what clients say: a recipe}
-        self.metrics = Metrics(memory_default() if limit is None else limit, llm.recipes)
+        self.metrics = Metrics(llm.limits.budget, llm.recipes)
         self.engine = EngineLoop(llm.engine, llm.limits.max_running + policy.queue, self.metrics.left)
         self._punctual = SLOAdmission() if policy.refuse_late else None
         self.sleeper = IdleUnloader(llm, self.engine, policy.sleep_after)

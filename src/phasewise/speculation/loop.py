@@ -59,8 +59,9 @@ def sure_span(request: Request, follows: Sequence[int], phase: Phase) -> Span:
     return Span(request, request.kv, phase, tokens, range(start, start + len(tokens)), sure=tuple(follows))
 
 
-def draft_span(request: Request, draft: Draft, phase: Phase) -> Span:
-    """Rows: the pending token, then the draft's nodes. Siblings share a position; each sees only its ancestors."""
+def draft_span(request: Request, draft: Draft, phase: Phase, device: torch.device | str = "cpu") -> Span:
+    """Rows: the pending token, then the draft's nodes. Siblings share a position; each sees only its ancestors, by a
+    mask on `device`, the model's."""
     assert request.kv is not None
     tree = [-1, *(parent + 1 for parent in draft.parents)]
     start = request.computed
@@ -70,8 +71,9 @@ def draft_span(request: Request, draft: Draft, phase: Phase) -> Span:
         )
     positions = [start + d for d in depths(tree)]
     return Span(
-        request, request.kv, phase, [request.tokens[-1], *draft.tokens], positions, sees=ancestors(tree), note=draft
-    )
+        request, request.kv, phase, [request.tokens[-1], *draft.tokens], positions,
+        sees=ancestors(tree, device), note=draft,
+    )  # fmt: skip
 
 
 def contexts_of(span: Span) -> list[Context]:
@@ -173,7 +175,8 @@ class Speculation(Decode):
             for i, most, draft in zip(ready, nodes, self.drafter.draft([requests[i] for i in ready], nodes)):
                 if draft is not None and draft.tokens and most > 0:
                     assert draft.q is None or self.matches == "all" or self.whole(requests[i]), "drawn after all"
-                    spans[i] = draft_span(requests[i], draft.prune(headroom(requests[i])).cut(most), phase)
+                    tree = draft.prune(headroom(requests[i])).cut(most)
+                    spans[i] = draft_span(requests[i], tree, phase, self.host.model.device)
                 else:
                     spans[i] = slice_span(requests[i], 1, phase)
         return told(self.host, [span for span in spans if span is not None])

@@ -106,14 +106,14 @@ class Span:
         return self.layers is None or self.layers[1] >= len(self.kv.layers)
 
 
-def ancestors(parents: Sequence[int]) -> Tensor:
-    """Bool [n, n]: row i sees itself and its ancestors. `parents[i] < i`; -1 marks a root."""
+def ancestors(parents: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
+    """Bool [n, n] on `device`: row i sees itself and its ancestors. `parents[i] < i`; -1 marks a root."""
     n = len(parents)
     sees = torch.eye(n, dtype=torch.bool)
     for i, parent in enumerate(parents):
         if parent >= 0:
             sees[i] |= sees[parent]
-    return sees
+    return sees.to(device)
 
 
 def depths(parents: Sequence[int]) -> list[int]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from phasewise.load import usable
 from phasewise.train.mixture import Stage
 
 MAKERS = 2  # processes that make batches beside a GPU, at most
@@ -34,10 +35,7 @@ class Data(Protocol[Batch_co]):
 
 def device() -> torch.device:
     """The device that models are trained on."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape, half a second each
-    return torch.device("cuda")
+    return usable("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def halved(device: torch.device) -> torch.autocast:
