@@ -15,7 +15,7 @@ from phasewise.builder import Builder
 from phasewise.engine.engine import Engine
 from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
-from phasewise.kv.left import InjectedKV
+from phasewise.kv.retained import InjectedKV
 from phasewise.methods.attend import _lines
 from phasewise.methods.attend._lines import AttentionLines, masses, sampled
 from phasewise.methods.attend.loopserve import NAME, Looping, LoopServe
@@ -49,7 +49,7 @@ def turn(attend: Any, history: int, rows: Any = None, **more: Any) -> Walk:
         first.feed(TOKENS[:history])
         rows = [layer.read()[0].between(0, history) for layer in first.kv.layers]
     with torch.inference_mode():
-        one.kv.bring(InjectedKV(rows, True), 0)
+        one.kv.inject(InjectedKV(rows, True), 0)
     one.request.computed = history
     one.given = rows  # type: ignore[attr-defined]
     one.logits = one.feed(TOKENS[history:PROMPT])  # type: ignore[attr-defined]
@@ -177,7 +177,7 @@ def test_what_a_turn_leaves_is_never_a_prefix_and_says_what_it_is() -> None:
     first = serve(engine, TEXT, tiny.greedy(1))
     second = serve(engine, text, after(first.id, 1))
     left = [engine.store.left(each.id) for each in (first, second)]
-    assert [one is not None and one.kv.foreign for one in left] == [False, True]
+    assert [one is not None and one.kv.approximate for one in left] == [False, True]
     alone = serve(built(VERBS), text, tiny.greedy(N))
     before = engine.counters.rows
     assert serve(engine, text, tiny.greedy(N)).out == alone.out
@@ -292,7 +292,7 @@ def test_what_is_kept_is_booked_and_given_back() -> None:
     layers = [own for layer, own in request.state[NAME].items() if layer >= 0]
     kept = sum(own[each].nbytes for own in layers for each in ("q", "at", "chosen"))
     assert len(layers) == LAYERS and request.kv is not None and request.kv.drawn >= kept
-    assert engine.kv_bytes == engine.prefixes.left.bytes + request.kv.bytes + request.kv.beside
+    assert engine.kv_bytes == engine.prefixes.retained.bytes + request.kv.bytes + request.kv.beside
     tiny.finish(engine, [request])
 
 

@@ -103,7 +103,7 @@ def held(sharers: Sequence[str], several: str) -> list[torch.Tensor]:
     engine.add(request)
     while not request.n_out:
         engine.step()
-    assert request.kv is not None and request.kv.foreign
+    assert request.kv is not None and request.kv.approximate
     parts = [layer.read()[0].between(0, len(TEXT) - 1) for layer in request.kv.layers]
     found = [side.clone() for part in parts for side in part]
     engine.cancel(request)

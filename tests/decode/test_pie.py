@@ -305,7 +305,7 @@ def test_what_is_left_lies_in_the_ledger_and_the_least_recently_used_goes_first(
     engine = built(VERBS, kv_bytes=128 * 4 * row, prefix_cache=False)
     texts = tiny.prompts(90, 80, 70, seed=9)
     names = [serve(engine, text, tiny.greedy(1)).id for text in texts]
-    assert engine.kv_bytes == engine.prefixes.left.bytes > 0
+    assert engine.kv_bytes == engine.prefixes.retained.bytes > 0
     assert engine.store.left(names[0]) is not None, "used again"
     serve(engine, tiny.prompts(200, seed=11)[0], tiny.greedy(1))
     assert [engine.store.left(name) is not None for name in names] == [True, False, True]
@@ -318,7 +318,7 @@ def test_kv_that_is_gone_is_computed_and_the_answer_says_so() -> None:
     now = edited(TEXT, EDITS["replace"])
     engine = built(VERBS)
     first = serve(engine, TEXT, tiny.greedy(1))
-    engine.prefixes.left.clear()
+    engine.prefixes.retained.clear()
     request = serve(engine, now, after(first.id))
     assert request.recalled == 0 and [request.out] == tiny.plain([now], tiny.greedy(N))
     assert serve(engine, now, after("never heard of")).recalled == 0
@@ -331,7 +331,7 @@ def test_kv_that_goes_while_it_is_taken_stays_for_whoever_takes_it() -> None:
     request = Request(edited(TEXT, EDITS["several"]), after(first.id))
     engine.add(request)
     engine.step()
-    engine.prefixes.left.clear()
+    engine.prefixes.retained.clear()
     tiny.finish(engine, [request])
     assert request.out == want and request.recalled > 0
 
@@ -393,7 +393,7 @@ def test_other_methods_leave_nothing() -> None:
     engine = built({})
     serve(engine, TEXT, tiny.greedy(2))
     engine.forget_prefixes()
-    assert engine.kv_bytes == 0 == engine.prefixes.left.bytes
+    assert engine.kv_bytes == 0 == engine.prefixes.retained.bytes
 
 
 def test_an_edit_that_is_dropped_leaves_nothing() -> None:

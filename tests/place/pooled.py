@@ -56,7 +56,7 @@ def check_pool(placed: Router) -> None:
     assert {int(row[TICKET]) for row in rows if row[TICKET]} <= {loan["ticket"] for loan in loans}
     lent = {name for loan in loans for name in loan["names"]}
     held = {buffer.name for engine in engines(placed) for r in _holders(engine) for buffer in _buffers(r.kv)}
-    remains = [left.kv for engine in engines(placed) for left in engine.prefixes.left._kept.values()]
+    remains = [left.kv for engine in engines(placed) for left in engine.prefixes.retained._kept.values()]
     held |= {buffer.name for kv in remains for buffer in _buffers(kv)}
     assert held <= memory.planes.keys()
     if not any(r.state for engine in engines(placed) for r in _holders(engine)):

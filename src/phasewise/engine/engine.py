@@ -353,7 +353,7 @@ class Engine:
             self._enter(request)
             if not self._goes(request):
                 span.kv.settle(span.phase.marks(request))
-        elif span.kv.sealed:
+        elif span.kv.has_blocks:
             span.kv.seal(span.phase.marks(request))
 
     def _enter(self, request: Request) -> None:

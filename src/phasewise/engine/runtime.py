@@ -69,9 +69,9 @@ class Runtime:
         while (rows := self.phases[0].decode.given(request, self.store.left)) is not None:
             if rows.start is not None:  # what is there is what computing gives, and may be of use to others
                 self.store.remember(request)
-            start, count = request.kv.bring(rows, request.computed)
+            start, count = request.kv.inject(rows, request.computed)
             request.computed = start + count
-            request.kv.foreign |= not self.phases[0].dense  # as are those to come
+            request.kv.approximate |= not self.phases[0].dense  # as are those to come
             self.store.counters.recalled += count
 
     def leave(self, request: Request) -> None:
@@ -104,7 +104,7 @@ class Runtime:
         most, kv = self.most or ENDLESS, request.kv
         if not request.prefilling and any(phase.late is not None for phase in self.phases):
             return 1  # what else has to run with a row, it says itself
-        if kv is None or not kv.seals or request.prefilling:
+        if kv is None or not kv.packs_blocks or request.prefilling:
             return most
         boundary = kv.boundary(request.computed)
         return min(most, LATE) if boundary is None else min(most, LATE, boundary - request.computed)
@@ -113,7 +113,7 @@ class Runtime:
     def until(request: Request, phase: Phase) -> int | None:
         """The position that drafts of the next step must not reach."""
         until, kv = phase.until(request), request.kv
-        if kv is None or not kv.seals or request.prefilling:
+        if kv is None or not kv.packs_blocks or request.prefilling:
             return until
         ends = (until, kv.boundary(request.known - 1))
         return min((end for end in ends if end is not None), default=None)

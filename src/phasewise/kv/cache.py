@@ -17,8 +17,8 @@ from phasewise.kv.wire import Dump, Wire
 from phasewise.request.counters import Counters
 
 if TYPE_CHECKING:
-    from phasewise.kv.left import InjectedKV
     from phasewise.kv.prefix import Node
+    from phasewise.kv.retained import InjectedKV
 
 
 class KV:
@@ -35,11 +35,11 @@ class KV:
         self.level = level
         self.wire = wire  # in what form the rows travel; None = as they are
         self.rounded = False  # rows have been through a lossy wire; none goes through one twice
-        self.foreign = False  # some rows are not what computing their tokens would have given
+        self.approximate = False  # some rows are not what computing their tokens would have given
         self.reused = 0  # rows that were not computed for this request
         self.nodes: list[Node] = []  # shared-prefix nodes this request holds
-        self.seals = any(layer.blocks is not None for layer in layers)  # finished blocks of rows are packed
-        self.sealed = any(layer.blocks is not None and layer.blocks.active for layer in layers)  # some are
+        self.packs_blocks = any(layer.blocks is not None for layer in layers)  # its formats have blocks
+        self.has_blocks = any(layer.blocks is not None and layer.blocks.active for layer in layers)  # some are
         self._flat: ContiguousView | None = None
         self._walk: tuple[int, ...] | None = None  # the layers of `_flat`
         self._written: Sequence[int] = ()  # positions of this step's rows, where `flat` was used to write them
@@ -152,7 +152,7 @@ class KV:
         ):
             flat.advance(written[:rows])
             self._use(rows)
-            if self.sealed:
+            if self.has_blocks:
                 self.seal()
             return
         self._written = written
@@ -168,9 +168,9 @@ class KV:
         if self._spare is not None:
             self._spare -= rows
 
-    def bring(self, given: InjectedKV, n: int) -> tuple[int, int]:
-        """Rows that were computed elsewhere, behind the first `n` or in the place of some of these, which there is room
-        for. -> where they begin, and how many they are"""
+    def inject(self, given: InjectedKV, n: int) -> tuple[int, int]:
+        """Appends rows that were computed elsewhere behind the first `n`, or in the place of some of these; there must
+        be room for them. Returns where they begin, and how many they are."""
         start, count = n if given.start is None else given.start, given.rows[0][0].shape[1]
         if start < n:
             self.drop_last(start)
@@ -181,7 +181,7 @@ class KV:
             layer.append(k, v, range(start, start + count))
         self.counters.kv_bytes_moved += sum(k.nbytes + v.nbytes for k, v in given.rows)
         self.commit(count)
-        self.foreign |= not given.true
+        self.approximate |= not given.exact
         return start, count
 
     def keep(self, layer: int, index: Tensor | Sequence[Tensor], room: int = 64) -> None:
@@ -221,12 +221,12 @@ class KV:
     def seal(self, saliency: Callable[[int, int, int], Tensor] | None = None) -> None:
         """The prompt is complete and stays here: pack blocks of rows that are full by now; to be called after every
         later commit as well. `saliency`: see `kv/blocks.py`."""
-        if self.seals:
-            if self.sealed and self._flat is not None and self._walk is None and self._flat.cuts is not None:
+        if self.packs_blocks:
+            if self.has_blocks and self._flat is not None and self._walk is None and self._flat.cuts is not None:
                 self.counters.kv_bytes_moved += self._flat.seal(saliency)
                 return
-            moved = seal_alike(self.layers, saliency) if self.sealed else None
-            self.sealed = True
+            moved = seal_alike(self.layers, saliency) if self.has_blocks else None
+            self.has_blocks = True
             if moved is None:
                 own = [None if saliency is None else partial(saliency, i) for i in range(len(self.layers))]
                 moved = sum(layer.seal(of) for layer, of in zip(self.layers, own))
@@ -256,7 +256,7 @@ class KV:
         """Copy-on-write twin."""
         drawers = None if self.drawers is None else self.drawers.fork()
         twin = KV([layer.fork() for layer in self.layers], self.counters, self.wire, self.level, drawers)
-        twin.foreign = self.foreign
+        twin.approximate = self.approximate
         twin.rounded, twin.reused = self.rounded, max(layer.n for layer in self.layers)
         twin.nodes = [node.hold() for node in self.nodes]
         self._spare = 0  # the next write of either side makes its own copy
@@ -289,8 +289,8 @@ class KV:
         assert len(layers) == len(self.layers), "a dump of another model"
         for layer, pieces in zip(self.layers, layers):
             self.counters.kv_bytes_moved += _fill(layer, pieces)
-        self.seals = any(layer.blocks is not None for layer in self.layers)
-        self.sealed = any(layer.blocks is not None and layer.blocks.active for layer in self.layers)
+        self.packs_blocks = any(layer.blocks is not None for layer in self.layers)
+        self.has_blocks = any(layer.blocks is not None and layer.blocks.active for layer in self.layers)
         self.changed()
 
     @property

@@ -149,7 +149,7 @@ def _origin(request: Request, drawers: bool) -> RowsOrigin:
     assert kv is not None
     plain = all(len(layer.slabs) == 1 and layer.slabs[0].positions is None and layer.n == end for layer in kv.layers)
     seconds = 0.0 if trace.admitted is None or not trace.tokens else trace.tokens[0] - trace.admitted
-    return RowsOrigin(plain and request.computed == end and not (drawers or kv.foreign), end - kv.reused, seconds)
+    return RowsOrigin(plain and request.computed == end and not (drawers or kv.approximate), end - kv.reused, seconds)
 
 
 def fits(header: Header, store: Store, layout: str) -> None:

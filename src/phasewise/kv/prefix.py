@@ -19,7 +19,7 @@ from torch import Tensor
 
 from phasewise.kv.buffer import Ledger
 from phasewise.kv.layer_kv import LayerKV
-from phasewise.kv.left import Remains
+from phasewise.kv.retained import RetainedStore
 
 BLOCK = 32  # rows per node, or the smallest multiple of the decode method's unit
 
@@ -166,7 +166,7 @@ class PrefixCache:
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
         self.trees: dict[str, PrefixTree] = {}
-        self.left = Remains()
+        self.retained = RetainedStore()
         self._ticks = itertools.count()
 
     def tree(self, key: str, unit: int = 1) -> PrefixTree:
@@ -178,7 +178,7 @@ class PrefixCache:
 
     @property
     def bytes(self) -> int:
-        return sum(tree.bytes for tree in self.trees.values()) + self.left.bytes
+        return sum(tree.bytes for tree in self.trees.values()) + self.retained.bytes
 
     def room(self, n_bytes: int) -> bool:
         """Frees unused blocks until there is room for `n_bytes`. Returns True if there is."""
@@ -200,11 +200,11 @@ class PrefixCache:
                 if freed >= n_bytes:
                     break
         before = self.ledger.used + freed
-        while before - self.ledger.used < n_bytes and self.left.give_up():
+        while before - self.ledger.used < n_bytes and self.retained.give_up():
             pass
         return before - self.ledger.used
 
     def clear(self) -> None:
         """Forget every block nobody holds, and what requests have left."""
-        self.left.clear()
+        self.retained.clear()
         self.shrink(self.bytes)

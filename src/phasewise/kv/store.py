@@ -13,8 +13,8 @@ from phasewise.kv.cache import KV
 from phasewise.kv.drawers import Drawers, Draws, Room
 from phasewise.kv.format import KVShape, RowFormat, booked, entry_bytes
 from phasewise.kv.layer_kv import LayerKV
-from phasewise.kv.left import RetainedKV
 from phasewise.kv.prefix import LayerRows, PrefixCache
+from phasewise.kv.retained import RetainedKV
 from phasewise.kv.wire import Wire
 from phasewise.request.counters import Counters
 
@@ -147,17 +147,17 @@ class Store:
         plain = (len(layer.slabs) == 1 and layer.slabs[0].positions is None and layer.n == upto for layer in kv.layers)
         if self.wire is not None or not all(plain) or kv.shared:
             return
-        kv.foreign |= kv.seals or (upto > request.prompt_len and not dense)
+        kv.approximate |= kv.packs_blocks or (upto > request.prompt_len and not dense)
         for node in kv.nodes:
             node.release()
         kv.nodes, request.kv = [], None
         for layer in range(len(kv.layers)):
             kv.limit(layer, 0)  # its drawers go with the request
-        self.prefixes.left.put(request.id, RetainedKV(request.tokens[:upto], kv, self))
+        self.prefixes.retained.put(request.id, RetainedKV(request.tokens[:upto], kv, self))
 
     def left(self, name: str) -> RetainedKV | None:
         """Returns what a request of this store has left, if that is still kept."""
-        return self.prefixes.left.find(name, self)
+        return self.prefixes.retained.find(name, self)
 
     def shareable(self, request: Request) -> int:
         """Returns the number of prompt rows that others could reuse: those of whole units."""
@@ -165,7 +165,7 @@ class Store:
 
     def remember(self, request: Request) -> None:
         """Keep the request's computed prompt for others, as far as the budget allows."""
-        if self.tree is None or request.kv is None or request.kv.rounded or request.kv.foreign:
+        if self.tree is None or request.kv is None or request.kv.rounded or request.kv.approximate:
             return
         if any(len(layer.slabs) != 1 or layer.slabs[0].positions is not None for layer in request.kv.layers):
             return  # rewritten rows are private

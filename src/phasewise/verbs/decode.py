@@ -14,7 +14,7 @@ from phasewise.verbs.sample import Context, choose, draw
 from phasewise.verbs.slot import SlotRuntime
 
 if TYPE_CHECKING:
-    from phasewise.kv.left import InjectedKV, RetainedKV
+    from phasewise.kv.retained import InjectedKV, RetainedKV
     from phasewise.request.params import Params
     from phasewise.request.pool import Pool
     from phasewise.request.request import Request
@@ -68,7 +68,7 @@ class Decode(SlotRuntime, ABC):
     def given(self, request: Request, left: Callable[[str], RetainedKV | None]) -> InjectedKV | None:
         """Finished keys and values of the tokens that come next, never of the last, or in the place of rows that are
         there. Asked, with `Traits.injects_kv`, while a prompt is not complete: before its first row and after each
-        step. `left` finds the KV that a request has left, by its id (kv/left.py)."""
+        step. `left` finds the KV that a request has left, by its id (kv/retained.py)."""
         return None
 
     def follows(self, params: Params) -> str | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from phasewise import catalog
 from phasewise.errors import UserError
-from phasewise.kv.left import InjectedKV, RetainedKV
+from phasewise.kv.retained import InjectedKV, RetainedKV
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.step.phase import Hidden, Phase

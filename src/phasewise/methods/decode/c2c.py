@@ -20,7 +20,7 @@ from torch import Tensor
 
 from phasewise.catalog import part
 from phasewise.errors import UserError
-from phasewise.kv.left import InjectedKV, RetainedKV
+from phasewise.kv.retained import InjectedKV, RetainedKV
 from phasewise.methods.decode._fuser import SIDES, added, layer_map, shapes
 from phasewise.methods.decode._second import PromptReader, Rows, config_of, second
 from phasewise.methods.decode._then import Handing, checked, following
@@ -159,7 +159,8 @@ def _flat(rows: Tensor) -> Tensor:
 
 
 class Fusing(Handing):
-    """Whatever it knows of a request, its readers hold; that its rows have been fused, its KV says (`KV.foreign`)."""
+    """Whatever it knows of a request, its readers hold; that its rows have been fused, its KV says
+    (`KV.approximate`)."""
 
     def __init__(self, knobs: C2C, host: Host, sharers: Sequence[tuple[Model, Fuser]]) -> None:
         super().__init__(host, knobs.then)
@@ -193,7 +194,7 @@ class Fusing(Handing):
     @staticmethod
     def _until(request: Request) -> int | None:
         """The number of rows to be fused; None: none, or they have been."""
-        fused = request.kv is not None and request.kv.foreign
+        fused = request.kv is not None and request.kv.approximate
         return None if fused or not request.prefilling or request.prompt_len < 2 else request.prompt_len - 1
 
     def rows(self, request: Request) -> int:

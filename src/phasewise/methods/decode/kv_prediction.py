@@ -18,7 +18,7 @@ from torch import Tensor
 
 from phasewise.catalog import part
 from phasewise.errors import UserError
-from phasewise.kv.left import InjectedKV, RetainedKV
+from phasewise.kv.retained import InjectedKV, RetainedKV
 from phasewise.methods.decode._second import PromptReader, Rows, config_of, second
 from phasewise.methods.decode._then import Handing, checked
 from phasewise.model.artefacts import Artefact, fingerprint

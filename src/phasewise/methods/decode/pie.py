@@ -17,7 +17,7 @@ from torch import Tensor
 from phasewise.catalog import part
 from phasewise.errors import UserError
 from phasewise.kv.cache import KV
-from phasewise.kv.left import InjectedKV, RetainedKV
+from phasewise.kv.retained import InjectedKV, RetainedKV
 from phasewise.methods.decode._common import common
 from phasewise.methods.decode._then import Handing, checked, following
 from phasewise.model.model import Model
@@ -135,7 +135,7 @@ class Editing(Handing):
         assert plan.source is not None
         request.recalled += piece.stop - at
         rows = [self.moved(*each, piece.shift) for each in _between(plan.source, at - piece.shift, piece)]
-        return InjectedKV(rows, not (piece.after or plan.source.foreign))
+        return InjectedKV(rows, not (piece.after or plan.source.approximate))
 
     def moved(self, layer: int, k: Tensor, v: Tensor, shift: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, `shift` places later."""

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 class InjectedKV(NamedTuple):
-    """Keys and values [H, r, D] of the tokens that come next, layer by layer; `true`: they are what computing these
-    tokens would have given. `start`: instead of the tokens that come next, those from this position on, in the place of
+    """Keys and values [H, r, D] of the tokens that come next, layer by layer; `exact`: they are identical to
+    recomputed ones. `start`: instead of the tokens that come next, those from this position on, in the place of
     all rows that are there."""
 
     rows: Sequence[tuple[Tensor, Tensor]]
-    true: bool
+    exact: bool
     start: int | None = None
 
 
@@ -32,7 +32,7 @@ class RetainedKV:
     owner: object
 
 
-class Remains:
+class RetainedStore:
     """A store of retained KV by the name of the request that left it. A later request of the same name takes its
     place."""
 
