@@ -77,7 +77,7 @@ SYSTEM = System(
                 lambda case: case.work.rows, lambda case: case.runs["baseline"].work.rows),
     ),
     attempts=(
-        Attempt("claim", f"goodput per device of the placement that the search finds (OPT-13B's sizes on {DEVICES} "
+        Attempt("cost", f"goodput per device of the placement that the search finds (OPT-13B's sizes on {DEVICES} "
                 "A100, simulated), against one engine with prompts first", f"at least {LEAST} times as much", carries),
     ),
     timings=(

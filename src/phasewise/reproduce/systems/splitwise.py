@@ -36,7 +36,7 @@ SYSTEM = System(
     promises=("cost", "time"),
     load=LOAD,
     exact=True,
-    missing=("provisioning by cost and power (`scripts/headlines.py` simulates it)", "machines of different kinds",
+    missing=("provisioning by cost and power (`phasewise plan --kinds` searches it)", "machines of different kinds",
              "layers sent one by one under the default scheduler"),
     counters=(
         Counter("KV bytes sent", "rows of the prompts x bytes of a row",
