@@ -18,6 +18,7 @@ from phasewise.ops import native
 from phasewise.options import DEFAULTS
 from phasewise.verbs.method import Method
 from phasewise.verbs.sample import Context, Dist, Sample
+from phasewise.verbs.skip import Skip
 from phasewise.verbs.traits import Traits
 from tests import tiny
 from tests.laws import settings as laws
@@ -44,7 +45,8 @@ def test_who_looks_halves_the_step_and_no_one_else(verb: str, name: str, monkeyp
     if hasattr(engine.parts.store.format, "cuts"):  # blocks are opened
         looked = verb == "evict" or "evict" in traits.fills  # at the prompt: its step is halved
         assert len(made) == 1 and whole == (not looked)  # the prompt alone is native
-    elif not phase.walks:  # which rows run a layer is decided on the way, or they run with weights of their own
+    elif phase.skip is not None and type(phase.skip).walk_of is Skip.walk_of and phase.skip.walk is None:
+        # which rows run a layer is decided on the way
         assert len(made) == whole == (1 if acts == {"decode"} else 0)  # the prompt's
     else:
         assert len(made) == steps, "a step took the open path"

@@ -156,7 +156,7 @@ def test_traits_are_what_is_bound(verb: str, name: str, knobs: dict[str, Any]) -
     assert any(phase.late is not None for phase in phases) == traits.defers_tokens
     assert any(phase.whole for phase in phases) == traits.whole_prompts
     assert any(not phase.dense for phase in phases) <= traits.own_attention
-    assert any(phase.skip is not None and not phase.walks for phase in phases) == traits.skips_rows
+    assert any(phase.skip is not None and phase.skip.walk is None for phase in phases) == traits.skips_rows
     if verb == "evict":
         assert any(phase.evict is not None for phase in phases) <= traits.frees_rows
     for phase in phases:

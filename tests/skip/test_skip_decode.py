@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from phasewise.engine.engine import Engine
 from phasewise.errors import UserError
 from phasewise.methods.skip.skip_decode import SkipDecode
 from phasewise.model.model import Model
+from phasewise.ops import native
 from phasewise.request.request import Request
 from tests import tiny
+from tests.watched import passes
 
 LAYERS, PROMPT, NEW = 8, 11, 10
 KNOBS = SkipDecode(first=0.9, last=0.4, tokens=6)
@@ -62,6 +65,25 @@ def test_a_token_is_what_the_layers_left_give_by_hand() -> None:
     assert skip is not None and len(skip.walk) == len(kept)
     skip.walk, skip.skipped = tuple(kept), frozenset(range(LAYERS)) - frozenset(kept)
     assert tiny.outs(tiny.run(deep, [prompt], tiny.greedy(2)))[0][1] == second
+
+
+@pytest.mark.skipif(native.library() is None, reason="no native kernels here")
+def test_answers_take_native_steps_that_run_each_layer_over_the_tokens_that_take_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In bfloat16, with tokens at three places of their answers; and mates change nothing."""
+    of = Model.load(tiny.checkpoint(hidden=64, layers=LAYERS), dtype=torch.bfloat16)
+    placed = tiny.engine({"skip": SPELLED}, of=of)
+    together = [Request(prompt, tiny.greedy(NEW)) for prompt in tiny.prompts(5, 17, 30)]
+    made = passes(monkeypatch)
+    for request in together:
+        placed.add(request)
+        placed.step()
+    tiny.finish(placed, together)
+    assert sum(each.rows * each.layers for each in made) == placed.counters.row_layers, "a step took the open path"
+    assert placed.counters.forwards == placed.counters.steps
+    alone = [tiny.run(tiny.engine({"skip": SPELLED}, of=of), [each.prompt], tiny.greedy(NEW)) for each in together]
+    assert [tiny.outs(each)[0] for each in alone] == tiny.outs(together)
 
 
 @pytest.mark.parametrize("knobs", ["last=0", "last=0.8,first=0.5", "first=1.5", "tokens=0", "warm=-1"])

@@ -146,7 +146,47 @@ class NativeStep:
         return Hidden(x, batch.rows, kept)
 
     def _by_walk(self, batch: Batch, x: Tensor, lowered: Sequence[Lowered]) -> dict[int, Tensor]:
-        """Spans that run the same layers together, one after the other: each walk reads its weights."""
+        """Spans that run different layers; see `_by_layer` for those that can share what they run."""
+        places = [span.slice for span in batch.spans]
+        try:
+            few = batch.rows <= MOST and not self.taps
+            if few and all(_divides(span, each) for span, each in zip(batch.spans, lowered)):
+                return self._by_layer(batch, x, lowered)
+            return self._by_group(batch, x, lowered)
+        finally:
+            for span, place in zip(batch.spans, places):
+                span.start = place.start
+
+    def _by_layer(self, batch: Batch, x: Tensor, lowered: Sequence[Lowered]) -> dict[int, Tensor]:
+        """Each layer runs over the rows of the spans that take it, and its weights are read once. Consecutive layers
+        with the same spans are one native call."""
+        spans, places = batch.spans, [span.slice for span in batch.spans]
+        for span, each in zip(spans, lowered):
+            self.counters.kv_bytes_read += self._reads(span, each.part)
+        x.copy_(self.model.embed(batch.tokens))
+        ran = [0] * len(spans)  # layers of its own that each span has run
+        for layers, members in _sections(spans, self.model.config.layers):
+            stack = self.model.stack_of(layers)
+            assert stack is not None
+            heads_q, heads, _ = stack.heads
+            mine = [lowered[i].part.behind(ran[i], heads_q, heads) for i in members]
+            own = batch if len(members) == len(spans) else Batch([spans[i] for i in members])
+            rows = x if own is batch else torch.cat([x[places[i]] for i in members])
+            turns, numbers, parts = self._turned(own, mine)
+            halves = Halves(stack, numbers, turns, parts, PassBuffers(rows))
+            halves.enter(rows)
+            try:
+                halves.upto(2 * len(layers))
+            finally:
+                self.counters.expert_loads += stack.loaded()
+            for i in members:
+                ran[i] += len(layers)
+                if own is not batch:
+                    x[places[i]] = rows[spans[i].slice]
+        return {}
+
+    def _by_group(self, batch: Batch, x: Tensor, lowered: Sequence[Lowered]) -> dict[int, Tensor]:
+        """Spans that run the same layers together, one group after the other: each reads its weights."""
         groups: dict[tuple[int, ...] | None, list[int]] = {}
         for i, span in enumerate(batch.spans):
             groups.setdefault(span.walk, []).append(i)
@@ -160,8 +200,6 @@ class NativeStep:
                 x[places[i]] = rows[here]
                 for tap, of_group in found.items():
                     kept[tap][places[i]] = of_group[here]
-        for span, place in zip(batch.spans, places):
-            span.start = place.start
         self.counters.forwards += len(groups) - 1
         return kept
 
@@ -246,6 +284,25 @@ class NativeStep:
         flat, stack = span.kv.flat(span.walk), self.model.stack_of(span.walk)
         assert flat is not None and stack is not None, "a span that was natively done a moment ago"
         return flat.row_bytes * stack.reading // stack.count
+
+
+def _divides(span: Span, lowered: Lowered) -> bool:
+    """True if a span's layers may run in several native calls, with other spans in each."""
+    whole = span.layers is None and span.hidden is None and span.plan.shared is None
+    return whole and not lowered.by_layer and lowered.part.divides
+
+
+def _sections(spans: Sequence[Span], layers: int) -> list[tuple[tuple[int, ...], list[int]]]:
+    """Consecutive layers that the same spans run, and which spans these are."""
+    walks = [span.walk for span in spans]
+    found: list[tuple[tuple[int, ...], list[int]]] = []
+    for layer in range(layers):
+        members = [i for i, walk in enumerate(walks) if walk is None or layer in walk]
+        if found and found[-1][1] == members:
+            found[-1] = (*found[-1][0], layer), members
+        elif members:
+            found.append(((layer,), members))
+    return found
 
 
 class _Call(NamedTuple):

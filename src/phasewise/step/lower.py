@@ -83,10 +83,11 @@ class KeptForm:
     ends it at position `until`.
     """
 
-    __slots__ = ("__weakref__", "_block", "_lost", "_lowered", "_nodes", "_phase", "_plan", "_until", "part")
+    __slots__ = ("__weakref__", "_block", "_lost", "_lowered", "_nodes", "_phase", "_plan", "_until", "_walk", "part")
 
     def __init__(self, span: Span, flat: ContiguousView, lowered: Lowered, until: int) -> None:
         self._plan, self._phase, self._block, self._nodes = span.plan, span.phase, span.block, span.kv.nodes
+        self._walk = span.walk
         self._lost, self._until, self._lowered, self.part = span.last - flat.n, until, lowered, lowered.part
 
     def serves(self, span: Span, flat: ContiguousView) -> bool:
@@ -100,6 +101,7 @@ class KeptForm:
             and span.plan is self._plan
             and span.block == self._block
             and span.kv.nodes is self._nodes
+            and span.walk == self._walk
         )
 
     def lowered(self, n: int) -> Lowered:
@@ -182,9 +184,9 @@ def _lower(span: Span, flat: ContiguousView, stack: Stack, windows: Sequence[int
 def _layout(span: Span, stack: Stack) -> ContiguousView | Unlowered:
     """The span's KV in all layers that it runs, or why no kernel reads it."""
     phase = span.phase
-    if not phase.walks:
+    if not span.walks:
         return Unlowered("which rows run a layer is decided on the way")
-    if span.layers is not None and (phase.walk is not None or span.plan.acts_by_layer):
+    if span.layers is not None and (phase.skip is not None or span.plan.acts_by_layer):
         return Unlowered("a part of the depth runs, where a method acts")
     if span.first and (span.plan.acts_by_layer or any(layer.fresh for layer in span.kv.layers)):
         return Unlowered("a tree comes in pieces, where a method acts or other paths have computed some of it")
@@ -417,7 +419,7 @@ def _top_k(keys: TopK, span: Span, flat: ContiguousView) -> Chosen | str:
     kernel = keys.scorer.kernel
     if kernel is None:
         return "kernels do not know these scores"
-    layers = span.phase.walk or range(len(flat.layers))
+    layers = span.walk or range(len(flat.layers))
     table = _table(keys, kernel, flat, layers)
     if table is None:
         return "the budget has no room for the index, or layers know unequally much of it"
@@ -510,7 +512,7 @@ def _picks(keys: LayerPicks, span: Span, flat: ContiguousView) -> Chosen | str:
     """The choice of a plan in which some layers pick for those behind them; or why kernels do not make it."""
     if keys.weights is not None:
         return "kernels do not know these weights"
-    n, layers = flat.n + 1, span.phase.walk or range(len(flat.layers))
+    n, layers = flat.n + 1, span.walk or range(len(flat.layers))
     ways = list[int]()
     for layer in layers:
         ways.append(PICKS if layer in keys.picking else AGAIN if PICKS in ways else ALL)
@@ -524,7 +526,7 @@ def _picks(keys: LayerPicks, span: Span, flat: ContiguousView) -> Chosen | str:
 
 def _given(keys: Custom, span: Span, flat: ContiguousView, stack: Stack) -> Chosen | str:
     """The choice that was made before this step; or why there is none."""
-    given = None if keys.given is None or span.phase.walk is not None else keys.given(span)
+    given = None if keys.given is None or span.walk is not None else keys.given(span)
     if given is None:
         return "a function chooses what rows read"
     n, shape = flat.n + 1, flat.layers[0].shape

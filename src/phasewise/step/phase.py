@@ -74,16 +74,6 @@ class Phase:
         return next((delta for delta in acting if delta is not None), None)
 
     @cached_property
-    def walk(self) -> tuple[int, ...] | None:
-        """The layers that its rows run, where that is known beforehand; None = all."""
-        return None if self.skip is None else self.skip.walk
-
-    @cached_property
-    def walks(self) -> bool:
-        """True if all rows run the layers of `walk`."""
-        return self.skip is None or self.walk is not None
-
-    @cached_property
     def late(self) -> Callable[[int, Span], Late | None] | None:
         """`Skip.late` of its skip method."""
         return None if self.skip is None else self.skip.late

@@ -55,6 +55,7 @@ class Span:
     rows: int = field(init=False)
     last: int = field(init=False)  # the largest position of its rows
     _plan: AttentionPlan | None = field(default=None, init=False, repr=False)
+    _walk: tuple[int, ...] | None = field(default=(), init=False, repr=False)  # (): not asked yet
 
     def __post_init__(self) -> None:
         self.rows = len(self.tokens)
@@ -72,8 +73,22 @@ class Span:
 
     @property
     def walk(self) -> tuple[int, ...] | None:
-        """The layers that run, where that is known beforehand; None = all."""
-        return self.phase.walk if self.layers is None else tuple(range(*self.layers))
+        """The layers that its rows run, where that is known beforehand (`walks`); None = all."""
+        if self.layers is not None:
+            return tuple(range(*self.layers))
+        skip = self.phase.skip
+        if skip is None:
+            return None
+        if self._walk == ():
+            found = skip.walk_of(self)
+            self._walk = None if found is None or len(found) == len(self.kv.layers) else found
+        return self._walk
+
+    @property
+    def walks(self) -> bool:
+        """True if all of its rows run the layers of `walk`."""
+        skip = self.phase.skip
+        return skip is None or skip.walk_of(self) is not None
 
     @property
     def single(self) -> bool:

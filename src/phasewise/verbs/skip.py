@@ -23,8 +23,7 @@ class Skip(LayerRuntime, ABC):
     """
 
     walk: tuple[int, ...] | None = None
-    """The layers that all rows of its phases run, increasing, where they are known beforehand: such steps are
-    native."""
+    """The layers that all rows of its phases run, increasing; None: rows differ."""
 
     late: Callable[[int, Span], Late | None] | None = None
     """(layer, span) -> tokens known before that have not run this layer and run it now, beside the only row of the
@@ -35,6 +34,11 @@ class Skip(LayerRuntime, ABC):
 
     ran: Callable[[int, Span, Tensor], None] | None = None
     """(layer, span, x [r, d]) is told, beside `late`, what the layer has made of these tokens."""
+
+    def walk_of(self, span: Span) -> tuple[int, ...] | None:
+        """The layers that all rows of a span run, increasing, where they are known beforehand; None: they are not, or
+        rows differ. Spans whose layers are known take native steps. The answer agrees with `rows`."""
+        return self.walk
 
     @abstractmethod
     def rows(self, layer: int, span: Span, x: Tensor) -> Tensor | None:

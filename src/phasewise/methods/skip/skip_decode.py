@@ -74,6 +74,19 @@ class _SkipDecode(Skip):
         for layer in range(layers):
             running = sum(layer < warm or layer >= layers - (depth - warm) for depth in depths)
             self.upto.append(None if running == len(depths) else running)
+        self._walks = [self._running(token) for token in range(len(depths))]
+
+    def _running(self, token: int) -> tuple[int, ...]:
+        """The layers that generated token `token` runs."""
+        return tuple(layer for layer, upto in enumerate(self.upto) if upto is None or token < upto)
+
+    def walk_of(self, span: Span) -> tuple[int, ...] | None:
+        last, start = len(self._walks) - 1, span.request.prompt_len
+        first = min(span.positions) - start
+        if first < 0:
+            return None  # rows of a prompt among them
+        walk = self._walks[min(first, last)]
+        return walk if self._walks[min(span.last - start, last)] == walk else None
 
     def rows(self, layer: int, span: Span, x: Tensor) -> Tensor | None:
         upto = self.upto[layer]
@@ -83,6 +96,3 @@ class _SkipDecode(Skip):
         if max(span.positions) < end:
             return None
         return torch.tensor([row for row, position in enumerate(span.positions) if position < end], dtype=torch.int64)
-
-    def unused(self, layers: int) -> Sequence[int]:
-        return ()

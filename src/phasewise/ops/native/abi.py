@@ -69,6 +69,11 @@ class Structure(_Words, metaclass=_Meta):
             if name in fields:
                 self._keep(fields[name])
 
+    @classmethod
+    def byte_count(cls) -> int:
+        """Bytes of one structure."""
+        return ctypes.sizeof(cls)  # type: ignore[arg-type]
+
     def point(self, name: str, to: Pointer) -> None:
         """Let a pointer lead to data, which then lives as long as this structure."""
         setattr(self, name, address(to))

@@ -15,8 +15,11 @@ from phasewise.ops.native import library
 from phasewise.ops.native.abi import (
     EmbeddingsStruct,
     ExpertsStruct,
+    HeadStruct,
     LayerStruct,
+    LowRankStruct,
     NormStruct,
+    PlanesStruct,
     SidesStruct,
     StackCallStruct,
     StackSpanStruct,
@@ -33,6 +36,8 @@ from phasewise.ops.native.weights import PackedWeights
 SLICE = 64  # a span of more rows is a slice of a prompt, unless it is a tree (LONG in stack.cpp)
 
 
+LINEARS = 4  # linear layers of a layer that may have low-rank weights
+BIAS_BYTES = 4  # of a bias, float32
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "gelu", "relu")  # as kernels.h numbers them
 
 
@@ -134,6 +139,23 @@ class StackSpan(NamedTuple):
     def reads(self) -> int:
         """The number of slots that some of its rows see."""
         return seen_slots(self.n, self.rows, self.window, self.sinks) if self.window else self.n
+
+    @property
+    def divides(self) -> bool:
+        """True if what it holds by layer lies in structures of one layer after another (`behind`)."""
+        return self.choice is None and self.weighed is None and self.sealed is None
+
+    def behind(self, layers: int, heads_q: int, heads: int) -> StackSpan:
+        """The same span without the first `layers` of its layers, of a model with so many heads."""
+        if not layers:
+            return self
+        planes, unequal, tuned, bias = self.planes, self.unequal, self.tuned, self.bias
+        return self._replace(
+            planes=planes and planes + layers * PlanesStruct.byte_count(),
+            unequal=unequal and unequal + layers * heads * HeadStruct.byte_count(),
+            tuned=tuned and tuned + layers * LINEARS * LowRankStruct.byte_count(),
+            bias=bias and bias + layers * heads_q * BIAS_BYTES,
+        )
 
     def fill(self, to: StackSpanStruct, common: int) -> None:
         """Write this span, whose first `common` slots are read in common, to a structure that is all 0."""
