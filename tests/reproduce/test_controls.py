@@ -28,6 +28,7 @@ from phasewise.methods.evict.rlkv import RLKV
 from phasewise.methods.evict.snapkv import SnapKV
 from phasewise.methods.evict.tova import Tova
 from phasewise.methods.evict.zipvl import ZipVL
+from phasewise.methods.sample.momentum import Momentum
 from phasewise.methods.skip.lazyllm import LazyLLM
 from phasewise.methods.skip.unified import Unified
 from phasewise.methods.store.gear import Gear
@@ -56,6 +57,8 @@ from phasewise.reproduce.play import LoadEntry, PlayedRun, play
 from phasewise.reproduce.selected import RandomBlocks, RandomChunks, RandomKept, RandomPages, RandomPicks, RandomTokens
 from phasewise.reproduce.shuffled import PermutedClasses
 from phasewise.reproduce.systems.augment import RandomLatents, any_way
+from phasewise.reproduce.systems.flover import StaticBatch
+from phasewise.reproduce.systems.momentum import RandomResistance
 from phasewise.reproduce.systems.pie import Unturned
 from phasewise.request.counters import Counters
 from phasewise.verbs.host import Host
@@ -278,6 +281,25 @@ def test_random_guesses_change_no_token_and_are_hardly_ever_right() -> None:
     guessed = run(entries, decode=Speculative(RandomGuess(4, tiny.VOCAB), Match()))
     assert guessed.outs == run(entries).outs
     assert guessed.work.drafted > 100 and guessed.work.accepted < 0.1 * guessed.work.drafted
+
+
+def test_a_static_batch_lets_nobody_in_before_all_are_done() -> None:
+    """Rows of the steps: two prompts, their tokens until the longer answer ends, and only then the third prompt."""
+    prompts = tiny.prompts(10, 10, 10)
+    entries = [LoadEntry(prompts[0], 6), LoadEntry(prompts[1], 3), LoadEntry(prompts[2], 4, after=2)]
+    static = run(entries, schedule=StaticBatch())
+    assert [step.rows for step in static.steps] == [20, 2, 2, 1, 1, 1, 10, 1, 1, 1]
+    joined = run(entries, verbs={"schedule": "prefill_first"})
+    assert joined.outs == static.outs and len(joined.steps) < len(static.steps)
+
+
+def test_a_random_resistance_costs_what_momentum_does() -> None:
+    """As many rows and passes, and other tokens than either momentum's or greedy's; none where nothing resists."""
+    entries = lone(60, 40)
+    resisting, drawn = run(entries, sample=Momentum()), run(entries, sample=RandomResistance(Momentum()))
+    assert [step.rows for step in drawn.steps] == [step.rows for step in resisting.steps]
+    assert run(entries).outs != drawn.outs != resisting.outs
+    assert run(entries, sample=RandomResistance(Momentum(alpha=0.0))).outs == run(entries).outs
 
 
 def test_one_chunk_leaves_room_that_others_want() -> None:

@@ -28,7 +28,7 @@ WANTED = {
     "pearl", "lookahead", "aded", "swift", "pyramidkv", "adakv", "h2o", "tova", "keyformer", "double_sparsity",
     "token_select", "instinfer", "infllm", "tidal", "zero_tuning", "kivi", "gear", "compress_kv_heads", "zipvl",
     "zipcache", "lazyllm", "pie", "longgen", "power", "kv_prediction", "c2c", "loopserve", "rlkv",
-    "augment",
+    "augment", "flover", "fastdraft", "contrastive", "momentum", "jsonschemabench",
 }  # fmt: skip
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -24,7 +25,8 @@ class LoadEntry:
     temperature each request of a load draws by a seed of its own.
 
     The first `shared` tokens of its prompt have been asked for before. `edits` numbers an entry whose KV it may go on
-    from, where the methods can; the others compute its prompt.
+    from, where the methods can; the others compute its prompt. `ask` is what it asks of a method by name; a request
+    that asks for something ends where that ends.
     """
 
     prompt: list[int]
@@ -33,6 +35,7 @@ class LoadEntry:
     shared: int = 0
     temperature: float = 0.0
     edits: int | None = None
+    ask: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,8 @@ def play(engine: Placed, entries: Sequence[LoadEntry], watch: bool = True, most:
     ask(engine, {tuple(entry.prompt[: entry.shared]) for entry in entries if entry.shared})
     requests: list[Request] = []
     for seed, entry in enumerate(entries):
-        params = Params(entry.new, entry.temperature, seed=seed, ignore_eos=True)
+        params = Params(entry.new, entry.temperature, seed=seed, ignore_eos=entry.ask is None)
+        params = params if entry.ask is None else replace(params, ask=dict(entry.ask))
         if entry.edits is not None:
             params = going_on(engine, params, requests[entry.edits])
         requests.append(Request(entry.prompt, params))

@@ -52,8 +52,8 @@ class Momentum(Method):
         then: Traits = self.then.traits
         return then
 
-    def bind(self, host: Host) -> _Momentum:
-        return _Momentum(host, self)
+    def bind(self, host: Host) -> MomentumSampler:
+        return MomentumSampler(host, self)
 
 
 class Grams:
@@ -81,7 +81,9 @@ def endings(tokens: Sequence[int], end: int) -> list[tuple[int, ...]]:
     return [tuple(tokens[end - n : end]) for n in range(1, min(LONGEST, end) + 1)]
 
 
-class _Momentum(Chained):
+class MomentumSampler(Chained):
+    """Scores in place of the logits of greedy requests; the chain goes on with them."""
+
     def __init__(self, host: Host, knobs: Momentum) -> None:
         super().__init__(host, knobs.then)
         self.k, self.alpha = knobs.k, knobs.alpha
