@@ -14,7 +14,7 @@ from phasewise.reproduce.workload import PromptSource
 from phasewise.verbs.schedule import Work
 from phasewise.verbs.traits import Traits
 
-LATE, APART, TOKENS, PROMPT = 7, 8, 96, 32  # requests that come later, tokens between them, of each, and of a prompt
+LATE, PARTS, TOKENS, PROMPT = 7, 24, 96, 32  # requests that come later, each a part of one later; tokens of both kinds
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class StaticBatch(Control):
 def staggered(asked: PromptSource) -> list[LoadEntry]:
     """Requests as long as one another, each of which comes some tokens after the one before."""
     new = asked.size(TOKENS, 24)
-    apart = max(1, new // (TOKENS // APART))
+    apart = max(1, new // PARTS)
     return [LoadEntry(asked.code(PROMPT), new, after=number * apart) for number in range(1 + LATE)]
 
 
