@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from phasewise.reproduce import index
 from phasewise.reproduce.lab import Lab, Scale
 from phasewise.reproduce.panel import FAR
 from phasewise.reproduce.runner import reproduce, stages
-from phasewise.reproduce.system import Setting, System
+from phasewise.reproduce.system import Part, Setting, System
 from phasewise.reproduce.systems import cachegen, hydragen, kivi, streaming_llm
 from tests.seeds import draw
 
@@ -66,6 +67,7 @@ def test_a_system_says_what_it_must() -> None:
         controls += [quality for quality in system.quality if not quality.alone]
         controls += [attempt for attempt in system.attempts if attempt.part == "control"]
         assert controls, "nothing is held against the control"
+        assert all(attempt.part in get_args(Part) for attempt in system.attempts)
         assert all((attempt.of is not None) == (attempt.part == "control") for attempt in system.attempts)
         assert all(attempt.model for attempt in system.attempts if "answers" in (attempt.part, attempt.of))
         assert system.control != system.method and system.control != system.baseline

@@ -65,7 +65,7 @@ SYSTEM = System(
     control=Setting({"place": f"disaggregated:local={1 << 30}"}, cluster="processes"),
     control_is="the same workers, but every prompt starts where it will decode: nothing is apart",
     line="phases apart, placements searched: goodput 2.0 to 5.7 times vLLM's",
-    promises=("time",),
+    promises=("cost", "time"),
     load=loads.arriving(768, 768, 768, new=96),
     exact=True,
     missing=("goodput on the clock at rising rates", "tensor and pipeline parallel workers that run"),
