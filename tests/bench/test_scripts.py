@@ -15,6 +15,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from safetensors.torch import load_file
 
+from phasewise import catalog
 from phasewise.bench.drive import Bench
 from phasewise.bench.latency import ServedRequest
 from phasewise.bench.workloads import Shot
@@ -49,21 +50,32 @@ def test_device_parity_tells_what_is_the_same_what_differs_and_what_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script, model = load("device_parity", monkeypatch), str(chat_checkpoint())
-    assert len(set(script.every())) == len(list(script.every())) > 25
+    assert len(set(script.every())) == len(list(script.every())) > 60
+    drafted = {script.read(each)[0].get("draft", "").partition(":")[0] for each in script.every()}
+    assert drafted - {""} == set(catalog.names("draft"))
     own = script.answers
 
-    def answers(model: str, device: str, setting: str) -> list[list[int]]:
-        """Another device, of which two settings do not know."""
+    def answers(model: str, device: str, dtype: str, setting: str) -> list[list[int]]:
+        """Another device, of which three settings do not know."""
         if device == "other" and "kivi" in setting:
             raise RuntimeError("on two devices")
-        found: list[list[int]] = own(model, "cpu", setting)
-        return [found[0], [-1, *found[1][1:]]] if device == "other" and "int8" in setting else found
+        found: list[list[int]] = own(model, "cpu", dtype, setting)
+        wrong = device == "other" and ("int8" in setting or "branches=2" in setting)
+        return [found[0], [-1, *found[1][1:]]] if wrong else found
 
     monkeypatch.setattr(script, "PROMPTS", ([1, 2, 3] * 9, [4, 5, 6] * 9))
     monkeypatch.setattr(script, "answers", answers)
     assert script.main(["--model", model, "--device", "other", "--settings", "evict=tova:keep=8;store=int8"]) == 0
     said = [row[1] for row in table(capsys.readouterr().out, "setting")]
     assert said == ["the same tokens", f"{2 * script.NEW - 1} of {2 * script.NEW} tokens are the same"]
+    guessed = "draft=prompt_lookup:min_match=1{} verify=match temperature=0.8"
+    for knobs, ends in (("", 0), (",branches=2", 1)):
+        assert script.main(["--model", model, "--device", "other", "--settings", guessed.format(knobs)]) == ends
+    said = capsys.readouterr().out
+    assert "| the same tokens |" in said and "| other tokens than without drafts there |" in said
+    half = ["--dtype", "bfloat16", "--settings", "sample=standard temperature=0.8"]
+    assert script.main(["--model", model, "--device", "other", *half]) == 0
+    assert "| the same tokens |" in capsys.readouterr().out
     assert script.main(["--model", model, "--device", "other", "--settings", "store=kivi"]) == 1
     assert "failed: on two devices" in capsys.readouterr().out
     monkeypatch.setattr(script, "answers", own)
