@@ -65,15 +65,15 @@ def questions(tmp_path: Path) -> Path:
 @settings(max_examples=4, deadline=None)
 @given(seed=st.integers(0, 10**6), length=st.integers(500, 2500), chats=st.booleans())
 def test_a_pass_key_text_has_its_length_and_one_key(seed: int, length: int, chats: bool) -> None:
-    ids, key = english.prompt(subject(chats), Random(seed), length)
+    ids, key = english.prompt(subject(chats).ask, Random(seed), length)
     assert 0.99 * length <= len(ids) <= length
     text = subject(chats).text.decode(ids)
     assert set(re.findall(r"\d+", text)) == {key} and len(key) == 5
     body = text.split("\n\n")[1]
     said = [sentence for sentence in re.findall(r"[^.:]+\.", body) if key not in sentence]
     assert max(Counter(said).values()) == 1
-    assert (ids, key) == english.prompt(subject(chats), Random(seed), length)
-    assert ids != english.prompt(subject(chats), Random(seed + 1), length)[0]
+    assert (ids, key) == english.prompt(subject(chats).ask, Random(seed), length)
+    assert ids != english.prompt(subject(chats).ask, Random(seed + 1), length)[0]
     assert text.endswith(english.OPENING) != chats
 
 
@@ -84,14 +84,14 @@ def test_pass_key_texts_have_their_length_in_the_tokens_of_the_model(name: str) 
     text = TextCodec(
         lambda said: tokenizer.encode(said, False), tokenizer.decode, lambda messages: llm().encode_chat(messages)
     )
-    ids, _ = english.prompt(replace(subject(), text=text), Random(3), english.LENGTHS[name])
+    [(ids, _)] = english.asked(name, replace(subject(), text=text).ask, Random(3), 1)
     assert 0.99 * english.LENGTHS[name] <= len(ids) <= english.LENGTHS[name]
 
 
 def test_keys_lie_at_all_depths() -> None:
     depths = []
     for seed in range(15):
-        ids, key = english.prompt(subject(), Random(seed), 600)
+        ids, key = english.prompt(subject().ask, Random(seed), 600)
         body = subject().text.decode(ids).split("\n\n")[1]
         depths.append(body.index(key) / len(body))
     assert min(depths) < 0.15 and max(depths) > 0.75 and 0.3 < sum(depths) / 15 < 0.7
@@ -99,7 +99,7 @@ def test_keys_lie_at_all_depths() -> None:
 
 def test_a_text_too_short_for_the_question_is_refused() -> None:
     with pytest.raises(UserError, match="more than 20"):
-        english.prompt(subject(), Random(0), 20)
+        english.prompt(subject().ask, Random(0), 20)
 
 
 @pytest.mark.parametrize(

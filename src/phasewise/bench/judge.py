@@ -66,7 +66,7 @@ class Judge:
         elif task in index.GENERAL:
             self.found[task] = index.general(task, subject, examples, seed)
         else:
-            if task in quality.TASKS and not subject.chats:
+            if task in quality.ASKED and not subject.chats:
                 raise UserError(f"{task} is asked through a chat template, and this model has none: leave it out")
             self.found[task] = self._generated(task, subject, examples, seed, tell)
         for engine in (self.engine, self.writer):

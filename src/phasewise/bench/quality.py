@@ -16,6 +16,7 @@ from random import Random
 import jinja2
 from tokenizers import Tokenizer
 
+from phasewise.bench import harder
 from phasewise.errors import UserError, near
 from phasewise.known.corpus import sources
 from phasewise.model.tokenizer import beginning, begun
@@ -45,6 +46,8 @@ TASKS: dict[str, tuple[str, int]] = {
 """Row name -> generator and its length in tokens."""
 NEXT_LINE, CODE_LOSS = "next line", "code"
 ALL = (*TASKS, NEXT_LINE, CODE_LOSS)
+ASKED = (*TASKS, *harder.ROWS)
+"""Rows of generated questions, which are asked through a chat template."""
 LINE_CONTEXT, LINE_TOKENS, WINDOW = 256, 48, 512
 PERCENT = ("exact", "share")
 
@@ -116,13 +119,20 @@ def measure(
             rows += code_loss(loss, text, rng, examples)
         elif name == NEXT_LINE:
             rows.append(next_line(generate, text, rng, examples))
-        elif name in TASKS:
-            task, length = TASKS[name]
-            drawn = [example(task, rng, length) for _ in range(examples)]
-            rows.append(accuracy(name, generate, text, drawn))
+        elif name in ASKED:
+            rows.append(accuracy(name, generate, text, drawn(name, examples, seed)))
         else:
-            raise UserError(f"Unknown quality row {name!r}. {near(name, ALL)}")
+            raise UserError(f"Unknown quality row {name!r}. {near(name, (*ALL, *harder.ROWS))}")
     return rows
+
+
+def drawn(name: str, count: int, seed: int) -> list[Example]:
+    """Evaluation examples of a row of `ASKED`: the same ones for the same seed."""
+    rng = Random(f"{seed} {name}")
+    if name in harder.ROWS:
+        return [harder.example(name, rng) for _ in range(count)]
+    task, length = TASKS[name]
+    return [example(task, rng, length) for _ in range(count)]
 
 
 def accuracy(name: str, generate: Generate, text: TextCodec, examples: Sequence[Example]) -> RowScores:

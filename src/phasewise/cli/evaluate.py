@@ -37,12 +37,14 @@ def evaluate(
 
       code@2k @4k @8k, docs@2k @4k @8k: loss on library source and prose, in windows of so many tokens
       passkey-english@1k @2k @4k @7.5k: five digits hidden in everyday sentences, of so many tokens
+      keys-english@1.8k, near-english@1.8k: of eight people's five digits one's; others differ in one digit (near)
       agreement: greedy tokens equal to the default methods' (needs --prompts), and accepted drafts
 
     [bold]Rows for models trained on generated tasks, as pocket is[/]
 
       copy reverse sort arithmetic json edit list second; recall and passkey @256 @1k @2k; "next line", code
       later@256 @1k @2k: the second question about a text, on the KV that the first one left
+      keys@1.8k, near@1.8k, hops@1.8k: look-ups with headroom: eight at once, near distractors, two hops
 
     [bold]Rows for models that were taught to call a calculator, as pocket-tools is[/]
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from random import Random
 
 from phasewise.bench.prompts import Prompts, random_prompts, text_prompts
-from phasewise.bench.quality import TASKS, TextCodec
+from phasewise.bench.quality import TextCodec, drawn
 from phasewise.known.corpus import sources
 from phasewise.load import model_path
 from phasewise.model.tokenizer import Tokenizer, begun
-from phasewise.train.tasks import Example, example
+from phasewise.train.tasks import Example
 
 SHRINK = 8  # of lengths in a quick run
 STRANGER = "smollm2"  # nobody here has trained it
@@ -48,9 +47,7 @@ def stretch_to(end: int, length: int, model: str = "pocket") -> list[int]:
 
 def examples(row: str, n: int, seed: int) -> list[Example]:
     """Evaluation examples of a row of `bench.quality`, the same ones for the same seed."""
-    task, length = TASKS[row]
-    rng = Random(f"{seed} {row}")
-    return [example(task, rng, length) for _ in range(n)]
+    return drawn(row, n, seed)
 
 
 @dataclass

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from random import Random
 
-from phasewise.bench import quality
+from phasewise.bench import harder, quality
 from phasewise.bench.quality import RowScores
 from phasewise.bench.rows.agreement import AGREEMENT
 from phasewise.bench.rows.calls import ROWS as CALLS
@@ -21,7 +21,7 @@ from phasewise.model.tokenizer import Tokenizer
 from phasewise.train.tokenizer import BEGIN, SPECIAL
 
 GENERAL = (*WINDOWS, *LENGTHS)
-EVERY = (*quality.ALL, *LATER, *CALLS, *GENERAL, AGREEMENT)
+EVERY = (*quality.ALL, *harder.ROWS, *LATER, *CALLS, *GENERAL, AGREEMENT)
 LIBRARY = (quality.CODE_LOSS, quality.NEXT_LINE)  # rows of its source, as some of WINDOWS are
 
 
