@@ -14,9 +14,7 @@ from phasewise.bench.quality import TextCodec
 from phasewise.bench.rows import english, index
 from phasewise.llm import LLM
 from phasewise.load import model_path
-from phasewise.reproduce import answers
-from phasewise.reproduce.lab import Lab, Scale
-from phasewise.reproduce.system import Setting
+from phasewise.reproduce import headroom
 from phasewise.train.tasks import held_out
 from tests.bench.test_rows import quiet, subject
 
@@ -90,17 +88,21 @@ def test_they_are_rows_by_name_that_nobody_gets_without_asking() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_systems_are_asked_what_eval_asks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[list[int]] = []
-    finish = answers.finish
-
-    def watched(engine, requests):  # type: ignore[no-untyped-def]
-        asked.extend(list(request.prompt) for request in requests)
-        finish(engine, requests)
-
-    monkeypatch.setattr(answers, "finish", watched)
-    grades = answers.right(Lab(tmp_path, Scale()), Setting(), name, 3)
+def test_systems_are_asked_what_eval_asks(name: str) -> None:
+    asked, text = headroom.questions(name, 2, 0)
     judge = Judge(LLM("pocket"), {})
-    judge.measure(name, 3, 0, quiet)
-    assert asked == [prompt for prompt, _ in judge.asked[name]]
-    assert grades == judge.found[name][0].values and len(grades) == 3
+    judge.measure(name, 2, 0, quiet)
+    assert [one.prompt for one in asked] == [prompt for prompt, _ in judge.asked[name]]
+    grades = [float(one.check(text(said))) for one, said in zip(asked, judge.answers[name], strict=True)]
+    assert grades == judge.found[name][0].values and headroom.known(name)
+
+
+@pytest.mark.parametrize("name", sorted(english.HARDER))
+def test_systems_ask_the_other_model_in_english(name: str) -> None:
+    asked, _ = headroom.questions(name, 2, 0)
+    for one in asked:
+        said = headroom.stranger_text().decode(one.prompt, False)
+        owner = re.search(r"What is the pass key of (\w+)\?", said)
+        assert owner is not None and 0.99 * english.LENGTHS[name] <= len(one.prompt) <= english.LENGTHS[name]
+        (key,) = re.findall(rf"The pass key of {owner[1]} is (\d+)", said)
+        assert one.check(f"It is {key}.") and not one.check("It is 1.")

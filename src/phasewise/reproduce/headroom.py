@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from random import Random
 
-from phasewise.bench.quality import TASKS
+from phasewise.bench.quality import ASKED
 from phasewise.bench.rows import english
 from phasewise.load import model_path
 from phasewise.model.chat import ChatTemplate
@@ -46,6 +46,11 @@ def questions(task: str, n: int, seed: int) -> tuple[list[Question], Callable[[l
     if task == KEYS:
         rng = Random(f"{seed} {task}")
         return [_keys(rng) for _ in range(n)], stranger_text().decode
+    if task in english.LENGTHS:
+        some = english.asked(task, lambda said, _: stranger_chat(said), Random(f"{seed} {task}"), n)
+        return [
+            Question(ids, english.ROOM, partial(english.right, key=key)) for ids, key in some
+        ], stranger_text().decode
     text = pocket_text()
     if task == SEVERAL:
         rng = Random(f"{seed} {task}")
@@ -59,7 +64,7 @@ def questions(task: str, n: int, seed: int) -> tuple[list[Question], Callable[[l
 
 def known(task: str) -> bool:
     """True for a task that `questions` asks."""
-    return task in TASKS or task in (SEVERAL, KEYS)
+    return task in ASKED or task in (SEVERAL, KEYS, *english.LENGTHS)
 
 
 def _says(right: str) -> Callable[[str], bool]:

@@ -10,8 +10,8 @@ from phasewise.reproduce.play import LoadEntry, PlayedRun
 from phasewise.reproduce.system import Case, Counter, Paper, Saving, Setting, System, Timing
 from phasewise.reproduce.workload import PromptSource
 
-K, VOCAB = 8, 4096
-METHOD = Setting({"draft": f"prompt_lookup:k={K}"}, most=1)
+K, VOCAB = 16, 4096
+METHOD = Setting({"draft": f"prompt_lookup:k={K},min_match=1"}, most=1)
 
 
 def passes(case: Case, run: PlayedRun) -> float:
