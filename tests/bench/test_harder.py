@@ -98,10 +98,13 @@ def test_systems_are_asked_what_eval_asks(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(english.HARDER))
-def test_systems_ask_the_other_model_in_english(name: str) -> None:
-    asked, _ = headroom.questions(name, 2, 0)
+def test_systems_ask_the_other_model_in_english(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the pocket model's tokens in the other's place, which need not be there."""
+    monkeypatch.setattr(headroom, "stranger_chat", lambda said: subject().ask(said, ""))
+    monkeypatch.setattr(headroom, "stranger_text", lambda: subject().text)
+    asked, text = headroom.questions(name, 2, 0)
     for one in asked:
-        said = headroom.stranger_text().decode(one.prompt, False)
+        said = text(one.prompt)
         owner = re.search(r"What is the pass key of (\w+)\?", said)
         assert owner is not None and 0.99 * english.LENGTHS[name] <= len(one.prompt) <= english.LENGTHS[name]
         (key,) = re.findall(rf"The pass key of {owner[1]} is (\d+)", said)
