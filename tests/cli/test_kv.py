@@ -104,7 +104,7 @@ def test_the_pages_commands_name_its_sections(cli: Cli, tmp_path: Path, monkeypa
     monkeypatch.setattr("phasewise.cli.kv._run", stop)
     pages = page.parents[1].joinpath("kv.md").read_text(encoding="utf-8") + copy.read_text(encoding="utf-8")
     commands = re.findall(r"^`?phasewise (bench kv [^`\n]* --section [^`\n]*)", pages, re.M)
-    assert len(commands) == 3
+    assert len(commands) == 5
     for command in commands:
         said = cli(*shlex.split(command))
         assert said.code == 2 and "all is well so far" in said.err

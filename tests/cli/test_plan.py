@@ -100,7 +100,7 @@ def test_as_many_as_the_rate_needs(cli: Cli, model: Path, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("words", "says"),
-    [("", "needs targets"), ("--ttft 0 --tpot 5", "milliseconds above 0"),
+    [("", "targets are needed: add --ttft MS, --tpot MS"), ("--ttft 0 --tpot 5", "milliseconds above 0"),
      ("--ttft 5 --goal quick", "unknown goal 'quick'"), ("--ttft 5000", "all 20 requests at once are in time"),
      ("--ttft 5 --degrees 1,x", "degrees='1,x'"), ("--ttft 5 --recipes fast", "recipes are measured"),
      ("--ttft 0.001", "missed at any rate; the nearest: colocated"), ("--ttft 50 --places colocatd", "colocated"),

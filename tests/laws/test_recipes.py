@@ -121,17 +121,18 @@ def test_mixed_recipes_take_the_forwards_of_one_engine() -> None:
     assert placed.counters.forwards == placed.counters.steps == N
 
 
-def test_in_bfloat16_only_weights_of_ones_own_cost_a_second_forward() -> None:
-    """Who looks inside a layer halves it for all; the open path, and other layers, are another forward."""
+def test_in_bfloat16_a_step_is_one_forward_whatever_its_recipes() -> None:
+    """Who looks inside a layer halves it for all; layers and weights of ones own are shared with nobody, and tokens are
+    a request's own."""
     model = Model.load(tiny.checkpoint(hidden=64), dtype=torch.bfloat16)
     assert model.stack is not None, "there are no native kernels"
     recipes = {"fast": MATES["fast"], "small": {"store": "int8"}, "long": MATES["long"], "quest": {"attend": "quest"}}
     recipes |= {"tuned": {"skip": "unified:weights=random:0"}, "deep": {"skip": "unified:weights=none"}}
-    for names, more in ((["", "fast", "small"], 0), (["", "fast", "long", "quest"], 0), (["", "long", "tuned"], 1),
-                        (["", "long", "deep"], 1)):  # fmt: skip
-        placed = build(recipes, of=model)
-        serve(placed, requests_of(names, tiny.greedy(N)))
-        assert placed.counters.forwards == placed.counters.steps + more * (N - 1)
+    for names in ["", "fast", "small"], ["", "fast", "long", "quest"], ["", "long", "tuned"], ["", "long", "deep"]:
+        placed, requests = build(recipes, of=model), requests_of(names, tiny.greedy(N))
+        together = serve(placed, requests)
+        assert placed.counters.forwards == placed.counters.steps
+        assert together == [serve(build(recipes, of=model), [twin])[0] for twin in requests_of(names, tiny.greedy(N))]
 
 
 def test_equal_methods_are_bound_once() -> None:

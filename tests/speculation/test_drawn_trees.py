@@ -80,6 +80,7 @@ class Model:
     """A model whose logits hang on the last token alone: a row of its last layer is that token's id."""
 
     logits: Table
+    device = torch.device("cpu")
 
     @property
     def config(self) -> Any:

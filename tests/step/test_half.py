@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from phasewise.step.reads import attend_all
 from phasewise.step.span import Span, ancestors, depths
 from phasewise.verbs.attend import Attend
 from phasewise.verbs.evict import Evict
+from phasewise.verbs.skip import Skip
 from tests import tiny
 from tests.watched import passes
 
@@ -82,6 +84,17 @@ class Observes(Evict):
         self.seen.append((read.layer, read.q.clone()))
         rows, slots = read.q.shape[0], read.part.size[1]
         return View(torch.ones(1, rows, slots, dtype=torch.bool)) if self.hides and rows == 1 else None
+
+
+class Ends(Skip):
+    """Rows run the first layer and the last."""
+
+    def __init__(self, layers: int) -> None:
+        self.walk = (0, layers - 1)
+
+    def rows(self, layer: int, span: Span, x: Tensor) -> Tensor | None:
+        assert self.walk is not None
+        return None if layer in self.walk else torch.empty(0, dtype=torch.int64)
 
 
 def phase(attend: Any = None, evict: Any = None) -> Phase:
@@ -187,8 +200,7 @@ def test_taps_are_the_rows_after_their_layers(model: Model, monkeypatch: pytest.
         assert torch.equal(got.x, want.x) and torch.equal(got.x, got.taps[layers - 1])
         assert all(torch.equal(got.taps[i], want.taps[i]) for i in taps)
     assert made[0].stops == [2 * i for i in range(1, layers + 1)]
-    walking = phase()
-    object.__setattr__(walking, "walk", (0, layers - 1))
+    walking = replace(phase(), skip=Ends(layers))
     walked = Runner(model).step({0: [5, 6, 7]}, {0: walking}, taps)
     assert torch.equal(walked.taps[0], walked.taps[layers - 2]) and torch.equal(walked.taps[layers - 1], walked.x)
     assert not torch.equal(walked.taps[0], walked.x)

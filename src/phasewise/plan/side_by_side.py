@@ -19,7 +19,7 @@ H = TypeVar("H")
 
 def cores() -> int:
     """The number of cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def each(

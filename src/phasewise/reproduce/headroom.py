@@ -28,7 +28,7 @@ LOWEST, HIGHEST = 0.2, 0.95
 
 
 @dataclass(frozen=True)
-class Question:
+class AskedQuestion:
     """A prompt (token ids), the most tokens of a reply, and what tells a right one."""
 
     prompt: list[int]
@@ -41,7 +41,7 @@ def has_room(share: float) -> bool:
     return LOWEST <= share <= HIGHEST
 
 
-def questions(task: str, n: int, seed: int) -> tuple[list[Question], Callable[[list[int]], str]]:
+def questions(task: str, n: int, seed: int) -> tuple[list[AskedQuestion], Callable[[list[int]], str]]:
     """The same n questions of a task for the same seed, and what turns a reply into text."""
     if task == KEYS:
         rng = Random(f"{seed} {task}")
@@ -49,17 +49,17 @@ def questions(task: str, n: int, seed: int) -> tuple[list[Question], Callable[[l
     if task in english.LENGTHS:
         some = english.asked(task, lambda said, _: stranger_chat(said), Random(f"{seed} {task}"), n)
         return [
-            Question(ids, english.ROOM, partial(english.right, key=key)) for ids, key in some
+            AskedQuestion(ids, english.ROOM, partial(english.right, key=key)) for ids, key in some
         ], stranger_text().decode
     text = pocket_text()
     if task == SEVERAL:
         rng = Random(f"{seed} {task}")
         asked = [_several(rng) for _ in range(n)]
-        found = [Question(text.chat(said), len(text.encode(right)) + ENDS, _says(right)) for said, right in asked]
+        found = [AskedQuestion(text.chat(said), len(text.encode(right)) + ENDS, _says(right)) for said, right in asked]
         return found, text.decode
     items = examples(task, n, seed)
     room = max(len(text.encode(item.answer)) for item in items) + ENDS
-    return [Question(text.chat(item.messages), room, item.check) for item in items], text.decode
+    return [AskedQuestion(text.chat(item.messages), room, item.check) for item in items], text.decode
 
 
 def known(task: str) -> bool:
@@ -82,7 +82,7 @@ def _several(rng: Random) -> tuple[list[Message], str]:
             return [{"role": role, "content": content} for role, content in said], two.answer
 
 
-def _keys(rng: Random) -> Question:
+def _keys(rng: Random) -> AskedQuestion:
     """Everyday sentences, the pass keys of several people among them, and a question about one."""
     stream, owners = english.sentences(rng), rng.sample(english.WHO, OWNERS)
     keys = [str(rng.randrange(10_000, 100_000)) for _ in owners]
@@ -91,7 +91,7 @@ def _keys(rng: Random) -> Question:
         text.insert(rng.randrange(len(text) + 1), f"The pass key of {owner} is {key}.")
     which = rng.randrange(OWNERS)
     said = f"{INTRODUCED}\n\n{' '.join(text)}\n\nWhat is the pass key of {owners[which]}?"
-    return Question(stranger_chat(said), english.ROOM, lambda reply: english.right(reply, keys[which]))
+    return AskedQuestion(stranger_chat(said), english.ROOM, lambda reply: english.right(reply, keys[which]))
 
 
 @cache

@@ -107,7 +107,7 @@ def sentences(rng: Random) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class Hidden:
+class HiddenFacts:
     """What a text hides, each fact at a depth from 0 to 1, and how it is asked for."""
 
     task: str
@@ -129,7 +129,7 @@ def prompt(ask: Ask, rng: Random, length: int) -> tuple[list[int], str]:
     Raises UserError where the tokenizer makes the task longer than that even without filler.
     """
     key, depth = str(rng.randrange(10_000, 100_000)), rng.random()
-    return _filled(ask, rng, length, Hidden(TASK, [(depth, FACT.format(key=key))], QUESTION, OPENING)), key
+    return _filled(ask, rng, length, HiddenFacts(TASK, [(depth, FACT.format(key=key))], QUESTION, OPENING)), key
 
 
 def crowd(ask: Ask, rng: Random, length: int, near: bool) -> tuple[list[int], str]:
@@ -146,7 +146,7 @@ def crowd(ask: Ask, rng: Random, length: int, near: bool) -> tuple[list[int], st
         for owner, one in zip(owners, [key, *others], strict=True)
     ]
     who = owners[0]
-    asked = Hidden(TASK_OF_MANY, facts, QUESTION_OF_ONE.format(owner=who), OPENING_OF_ONE.format(owner=who))
+    asked = HiddenFacts(TASK_OF_MANY, facts, QUESTION_OF_ONE.format(owner=who), OPENING_OF_ONE.format(owner=who))
     return _filled(ask, rng, length, asked), key
 
 
@@ -157,7 +157,7 @@ def asked(name: str, ask: Ask, rng: Random, count: int) -> list[tuple[list[int],
     return [prompt(ask, rng, LENGTHS[name]) for _ in range(count)]
 
 
-def _filled(ask: Ask, rng: Random, length: int, hidden: Hidden) -> list[int]:
+def _filled(ask: Ask, rng: Random, length: int, hidden: HiddenFacts) -> list[int]:
     stream = sentences(rng)
     filler = [next(stream) for _ in range(length // 4)]  # no tokenizer writes such a sentence in four tokens
 

@@ -38,7 +38,7 @@ NAME, COUNT = {"type": "string"}, {"type": "integer", "minimum": 0}
 
 
 @dataclass(frozen=True)
-class Form:
+class SchemaTask:
     """What is asked for, the schema of the answer, what tells a valid one, and instances that are valid or not."""
 
     wanted: str
@@ -59,33 +59,34 @@ def has(value: Any, **kinds: type) -> bool:
 
 
 FORMS = (
-    Form("a person with a name and an age", thing(name=NAME, age=COUNT),
+    SchemaTask("a person with a name and an age", thing(name=NAME, age=COUNT),
          lambda v: has(v, name=str, age=int) and v["age"] >= 0,
          ({"name": "Ada", "age": 36},), ({"name": "Ada"}, {"name": "Ada", "age": -1}, {"name": 3, "age": 3})),
-    Form("a city with its country and whether it is a capital",
+    SchemaTask("a city with its country and whether it is a capital",
          thing(city=NAME, country=NAME, capital={"type": "boolean"}),
          lambda v: has(v, city=str, country=str, capital=bool),
          ({"city": "Lima", "country": "Peru", "capital": True},), ({"city": "Lima", "country": "Peru", "capital": 1},)),
-    Form("three colours", {"type": "array", "items": {"enum": ["red", "green", "blue", "yellow"]}, "minItems": 3,
+    SchemaTask("three colours", {"type": "array", "items": {"enum": ["red", "green", "blue", "yellow"]}, "minItems": 3,
                            "maxItems": 3},
          lambda v: isinstance(v, list) and len(v) == 3 and set(v) <= {"red", "green", "blue", "yellow"},
          (["red", "blue", "red"],), (["red"], ["red", "blue", "pink"])),
-    Form("a temperature in celsius or fahrenheit", thing(value={"type": "number"}, unit={"enum": ["C", "F"]}),
+    SchemaTask("a temperature in celsius or fahrenheit", thing(value={"type": "number"}, unit={"enum": ["C", "F"]}),
          lambda v: isinstance(v, dict) and set(v) == {"value", "unit"} and v["unit"] in ("C", "F")
          and isinstance(v["value"], int | float) and not isinstance(v["value"], bool),
          ({"value": 21.5, "unit": "C"},), ({"value": "21", "unit": "C"}, {"value": 21, "unit": "K"})),
-    Form("a date", thing(year={"type": "integer", "minimum": 1900, "maximum": 2100},
+    SchemaTask("a date", thing(year={"type": "integer", "minimum": 1900, "maximum": 2100},
                          month={"type": "integer", "minimum": 1, "maximum": 12}),
          lambda v: has(v, year=int, month=int) and 1900 <= v["year"] <= 2100 and 1 <= v["month"] <= 12,
          ({"year": 1999, "month": 12},), ({"year": 1899, "month": 1}, {"year": 2000, "month": 13})),
-    Form("a product with a price or no price", thing(product=NAME, price={"anyOf": [COUNT, {"type": "null"}]}),
+    SchemaTask("a product with a price or no price", thing(product=NAME, price={"anyOf": [COUNT, {"type": "null"}]}),
          lambda v: isinstance(v, dict) and set(v) == {"product", "price"} and isinstance(v["product"], str)
          and (v["price"] is None or (type(v["price"]) is int and v["price"] >= 0)),
          ({"product": "pen", "price": None}, {"product": "pen", "price": 2}), ({"product": "pen", "price": "2"},)),
-    Form("a code of two letters and three digits", thing(code={"type": "string", "pattern": "^[A-Z]{2}[0-9]{3}$"}),
+    SchemaTask(
+        "a code of two letters and three digits", thing(code={"type": "string", "pattern": "^[A-Z]{2}[0-9]{3}$"}),
          lambda v: has(v, code=str) and len(v["code"]) == 5 and v["code"][:2].isupper() and v["code"][2:].isdigit(),
          ({"code": "AB123"},), ({"code": "ab123"}, {"code": "AB12"})),
-    Form("two points of a plane", {"type": "array", "minItems": 2, "maxItems": 2,
+    SchemaTask("two points of a plane", {"type": "array", "minItems": 2, "maxItems": 2,
                                    "items": thing(x={"type": "integer"}, y={"type": "integer"})},
          lambda v: isinstance(v, list) and len(v) == 2 and all(has(point, x=int, y=int) for point in v),
          ([{"x": 1, "y": -2}, {"x": 0, "y": 3}],), ([{"x": 1, "y": 2}], [{"x": 1}, {"x": 2}])),
@@ -107,7 +108,7 @@ def passes(case: Case, run: PlayedRun) -> float:
     return (run.work.emitted - run.work.accepted) / run.work.emitted
 
 
-def valid(lab: Lab, ask: Callable[[Form], Mapping[str, Any] | None]) -> list[float]:
+def valid(lab: Lab, ask: Callable[[SchemaTask], Mapping[str, Any] | None]) -> list[float]:
     """1 for every answer that is a valid instance of its schema, else 0."""
     requests = []
     for form in FORMS:
@@ -122,14 +123,14 @@ def valid(lab: Lab, ask: Callable[[Form], Mapping[str, Any] | None]) -> list[flo
     return [float(_follows(form, stranger_text().decode(one.out))) for form, one in zip(FORMS, requests)]
 
 
-def _follows(form: Form, said: str) -> bool:
+def _follows(form: SchemaTask, said: str) -> bool:
     try:
         return form.check(json.loads(said))
     except (ValueError, TypeError):
         return False
 
 
-def more_valid(lab: Lab, other: Callable[[Form], Mapping[str, Any] | None]) -> AttemptOutcome:
+def more_valid(lab: Lab, other: Callable[[SchemaTask], Mapping[str, Any] | None]) -> AttemptOutcome:
     """Valid answers with the schema, less those with something else."""
     mine, theirs = valid(lab, lambda form: form.schema), valid(lab, other)
     lead = shares(mine, theirs)
