@@ -32,11 +32,12 @@ from phasewise.load import model_path
 from phasewise.model.tokenizer import Tokenizer
 from phasewise.step.span import Span
 from phasewise.verbs.method import Method
+from phasewise.verbs.skip import Skip
 from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class Without(Method):
+class Without(Method, Skip):
     """A `skip` that leaves layers out in both phases."""
 
     layers: tuple[int, ...]
