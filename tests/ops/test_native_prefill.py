@@ -36,15 +36,25 @@ def make(shape: tuple[int, int, int], rows: int, n: int, kind: torch.dtype) -> t
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None = None) -> Tensor:
+    return exact_lse(q, k, v, scale, softcap)[0]
+
+
+def exact_lse(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """What is read, and the log-sum-exp of every query's scores."""
     rows, n = q.shape[0], k.shape[1]
     mask = torch.ones(1, rows, n, dtype=torch.bool).tril(n - rows)
-    return attention.reference(q.float(), k.float(), v.float(), mask, scale, softcap)[0]
+    return attention.reference(q.float(), k.float(), v.float(), mask, scale, softcap)
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
     assert prefill.fits(q, k, v)
-    want = exact(q, k, v, scale)
+    want, want_lse = exact_lse(q, k, v, scale)
     tolerance = 2e-2 if q.dtype == torch.bfloat16 else 1e-5
+    also, lse = prefill.causal_lse(q, k, v, scale)
+    assert torch.equal(also, prefill.causal(q, k, v, scale))
+    torch.testing.assert_close(lse, want_lse, rtol=1e-4, atol=1e-4)
     most = tolerance * float(want.abs().max())
     for read in (prefill.causal, attention.causal_plain):
         out = read(q, k, v, scale)
