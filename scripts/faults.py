@@ -50,7 +50,10 @@ PAGE = ROOT / "docs" / "results" / "faults.md"
 NOTES = ROOT / "docs" / "results" / "faults.jsonl"
 NATIVE = Path("src/phasewise/ops/native")
 GOLDEN = "tests/laws/test_golden.py"
-FOLDERS = {"kernels": ("ops",), "cluster": ("cluster", "place"), "wrappers": ("draft", "decode")}
+FOLDERS = {
+    "kernels": ("ops",), "cluster": ("cluster", "place"), "wrappers": ("draft", "decode"), "draft": ("draft", "sample"),
+    "engine": ("engine", "request"),
+}  # fmt: skip
 FIRST = {"wrappers": ["tests/laws/test_traits.py"]}  # of an area, before anything of it was planted
 PATIENCE = 240  # seconds of one test; it then counts as failed
 LONGEST = 5400  # seconds of one run of tests
