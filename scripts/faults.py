@@ -266,13 +266,14 @@ def caught_before(fault: Fault, path: Path) -> list[str]:
     for verdict in known(path).values():
         if verdict.test and file_of.get(verdict.id) == fault.file:
             found[verdict.test.partition("::")[0]] += 1 + 1000 * (verdict.id == fault.id)
+    found.pop(GOLDEN, None)  # long, and asked after those that stand beside the file
     return [name for name, _ in found.most_common(3) if (ROOT / name).is_file()]
 
 
 def stages(fault: Fault, results: Path) -> list[list[str]]:
     """Files of tests, the likeliest to catch a fault first."""
     every = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "tests").rglob("test_*.py"))]
-    hints = [*caught_before(fault, results), *FIRST.get(fault.area, [])]
+    hints = [*FIRST.get(fault.area, []), *caught_before(fault, results)]
     stem, module = (
         word_of(fault),
         fault.file.removeprefix("src/").removesuffix(".py").replace("/", "."),
