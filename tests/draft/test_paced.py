@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -231,6 +232,19 @@ def test_it_passes_on_what_its_drafter_says() -> None:
     plain = parse({"draft": "paced"})["draft"]
     assert (plain.traits.learns_across, plain.traits.candidates) == (False, 0)
     assert Pacer(plain.of.bind(None)).companion is None and Pacer(plain.of.bind(None)).reach(100) > 1 << 30
+
+
+@pytest.mark.parametrize("held", ["paced:of=(prompt_lookup)", "rasd:base=(prompt_lookup),source=(token_recycling)"])
+@pytest.mark.parametrize(("question", "answer"), [("sort", 5), ("draws", True), ("think", True)])
+def test_who_holds_a_drafter_asks_it(held: str, question: str, answer: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the loop asks of a drafter is answered by the one that guesses."""
+    placed = tiny.engine({"draft": held})
+    assert isinstance(placed, Engine)
+    drafter = placed.recipes[""].phases[0].decode.drafter  # type: ignore[attr-defined]
+    guesses = SimpleNamespace(**{question: lambda *request: answer})
+    monkeypatch.setattr(drafter, "of" if hasattr(drafter, "of") else "base", guesses)
+    request = Request([5, 6, 7])
+    assert getattr(drafter, question)(*([] if question == "think" else [request])) == answer
 
 
 @pytest.mark.parametrize("held", ["paced:of=({})", "rasd:base=(prompt_lookup),source=({})"])
