@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -245,6 +245,13 @@ def test_who_holds_a_drafter_asks_it(held: str, question: str, answer: object, m
     monkeypatch.setattr(drafter, "of" if hasattr(drafter, "of") else "base", guesses)
     request = Request([5, 6, 7])
     assert getattr(drafter, question)(*([] if question == "think" else [request])) == answer
+
+
+def test_the_drafter_inside_is_told_who_is_sized() -> None:
+    heard: list[object] = []
+    pacer = Pacer(cast(Any, SimpleNamespace(companion=None, sized_by=heard.append)))
+    pacer.sized_by(callable)
+    assert heard == [callable]
 
 
 @pytest.mark.parametrize("held", ["paced:of=({})", "rasd:base=(prompt_lookup),source=({})"])
