@@ -91,8 +91,8 @@ def reproduce(
     """Try a published system's claim here, against a baseline and a control that must lose.
 
     Counters are checked against closed forms, answers, cost and time against the baseline and against rivals. The
-    verdict (holds, partly, not here) follows by rule. One system takes a minute or two, --all about two hours on two
-    cores. --all keeps what it has found, goes on there when it is started again, and says how long is left.
+    verdict (holds, partly, not here) follows by rule. One system takes a minute or two; --all is meant to take two
+    hours on two cores. It keeps what it has found, goes on there when it is started again, and says how long is left.
 
     [bold]Examples[/]
 
