@@ -38,8 +38,10 @@ THOROUGH: dict[str, tuple[str, ...]] = {
         "sample/test_grammar.py::test_no_verifier_accepts_what_is_forbidden",
         "sample/test_grammar.py::test_placements_change_no_token",
         "store/test_cachegen.py::test_lost_preempted_and_tight_over_another_form",
-        "store/test_cachegen.py::test_over_other_methods", "store/test_cachegen.py::test_over_rows_in_another_form",
+        "store/test_cachegen.py::test_over_other_methods",
+        "store/test_cachegen.py::test_over_rows_in_another_form",
         "speculation/test_drawn_trees.py::test_with_more_seeds_at_every_temperature",
+        "test_cuda_ready.py::test_who_reads_no_more_is_taken_off_the_list",
         "verify/test_acceptance.py::test_chosen_children_are_accepted_by_their_mass",
     ),
     "random load, full pools, bad links, endless texts": (
@@ -260,6 +262,7 @@ SAMPLED: dict[str, dict[str, int]] = {
         "test_mates_change_no_token_and_share_the_call": 1,
     },
     "store/test_zipcache.py": {"test_bytes_after_every_token": 1},
+    "test_cuda_ready.py": {"test_a_method_mixes_no_devices_and_reads_where_it_is_listed": 30},
     "verify/test_k_seq.py": {"test_the_law_is_the_targets": 4},
     "verify/test_transfer.py": {"test_a_small_eta_is_rejection": 2},
 }  # fmt: skip

@@ -117,7 +117,7 @@ class _Beam:
         for place, (node, q) in enumerate(asked):
             path, score = notes[node]
             paths = path + q.double().log()
-            scores = paths if tree.point else conditioned(paths + self._noise(tree, node, place, len(q)), score)
+            scores = paths if tree.point else conditioned(paths + self._noise(tree, node, place, q), score)
             best = scores.topk(min(self.width, len(q)))
             found += [
                 (value, float(paths[token]), place, token)
@@ -137,12 +137,13 @@ class _Beam:
                 rest[place] = without(left, [token])
         return added if tree.left else []
 
-    def _noise(self, tree: DraftBuilder, node: int, place: int, n: int) -> Tensor:
-        """Gumbel numbers, float64 [n], that hang on the request and the node alone."""
+    def _noise(self, tree: DraftBuilder, node: int, place: int, q: Tensor) -> Tensor:
+        """Gumbel numbers, float64 and otherwise like q [V], that hang on the request and the node alone."""
         request = tree.request
         word = uniform(request.params.seed, request.known + len(tree.draft.path(node)), Purpose.DRAFT, place)
         made = torch.Generator().manual_seed(int(word * 2**53))
-        return -(-torch.rand(n, generator=made, dtype=torch.float64).clamp_min(1e-300).log()).log()
+        noise = -(-torch.rand(len(q), generator=made, dtype=torch.float64).clamp_min(1e-300).log()).log()
+        return noise.to(q.device)  # drawn on the processor: on every device the same
 
     def finish(self, tree: DraftBuilder) -> Draft:
         return tree.finish(DRAWN)
