@@ -57,6 +57,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="all",
         help="quick: without the thorough tests, but for those in files or folders that are named; rest: only them",
     )
+    parser.addoption("--every-day", action="store_true", help="the quick tests of all days (tests/slow.txt)")
     parser.addoption(
         "--turns",
         type=int,
@@ -111,18 +112,21 @@ def _given(config: pytest.Config) -> list[str]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What the tier leaves out goes; the longest files first; all else in its order."""
     tier, runs, left_out = config.getoption("--tier"), list[pytest.Item](), list[pytest.Item]()
-    given, waits = _given(config), _sampled_out(items)
+    rotates = not config.getoption("--every-day")
+    given, waits, slower = _given(config), _sampled_out(items), set[pytest.Item]()
     for item in items:
-        file = tiers.file(item.path)
-        listed = tiers.thorough(file, getattr(item, "originalname", item.name))
-        hard = listed or item in waits or item.get_closest_marker("thorough") is not None
+        file, test = tiers.file(item.path), getattr(item, "originalname", item.name)
+        if rotates and tiers.of_another_day(file, test, seeds.turn()):
+            slower.add(item)
+        hard = tiers.thorough(file, test) or item in waits or item.get_closest_marker("thorough") is not None
+        hard = hard or item in slower
         (runs if tiers.chosen(tier, hard, tiers.named(file, given)) else left_out).append(item)
     later = tiers.later({tiers.file(item.path) for item in runs}, config.getoption("--turns"), seeds.turn(), given)
     if tier == "rest" and later:
-        waiting = [item for item in runs if tiers.file(item.path) in later]
-        config.hook.pytest_deselected(items=waiting)
+        waiting = {item for item in runs if tiers.file(item.path) in later} - slower
+        config.hook.pytest_deselected(items=[*waiting])
         config.stash[LATER] = len(waiting)
-        runs = [item for item in runs if tiers.file(item.path) not in later]
+        runs = [item for item in runs if item not in waiting]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
     config.stash[LEFT_OUT] = len(left_out)

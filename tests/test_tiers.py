@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -118,6 +119,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path.write_text(text)
     for name in ("__init__.py", "conftest.py", "seeds.py", "tiers.py"):
         shutil.copy(tiers.HERE / name, root / "tests" / name)
+    (root / "tests" / "slow.txt").touch()
     shutil.copy(ROOT / "pyproject.toml", root)
     profiles = "register_profile = load_profile = staticmethod(lambda *_, **__: None)"
     (root / "hypothesis.py").write_text(f"class settings:\n    {profiles}\n")  # the real one takes longer than a run
@@ -161,6 +163,37 @@ def test_sampled_cases_of_other_days_are_thorough(tree: Path) -> None:
     assert now != later < every and 0 < len(later) <= most
     assert ran(tree, "--tier", "quick", *day, "tests/verify")[0] == every, "what is named runs whole"
     path.unlink()
+
+
+def test_slower_tests_take_turns_and_are_in_one_tier_every_day(tree: Path) -> None:
+    test, turn = "test_slow", next(iter(tiers.slow().values()))
+    path = tree / "tests" / "kv" / "test_turns.py"
+    path.write_text("".join(f"def {test}_{i}(): pass\n" for i in range(tiers.DAYS)) + "def test_swift(): pass\n")
+    entries = [f"kv/test_turns.py::{test}_{i}" for i in range(tiers.DAYS)]
+    (tree / "tests" / "slow.txt").write_text("# by cost\n" + "".join(f"{entry} 1.5\n" for entry in entries))
+    assert turn == 0
+    words, seen = ("-k", "turns"), set[str]()
+    for day in ("2026-11-28", "2026-11-29", "2026-11-30"):
+        now = ran(tree, "--tier", "quick", *words, "--draws", day)[0]
+        rest = ran(tree, "--tier", "rest", *words, "--turns", "2", "--draws", day)[0]
+        assert "kv/test_turns.py::test_swift" in now and len(now) == 2
+        assert now | rest == {*entries, "kv/test_turns.py::test_swift"} and not now & rest, "the others run as well"
+        seen |= now
+    assert seen >= {*entries}, "in turn each is among the quick ones"
+    assert len(ran(tree, "--tier", "quick", "--every-day", *words)[0]) == 1 + tiers.DAYS
+    assert len(ran(tree, "--tier", "quick", "tests/kv/test_turns.py")[0]) == 1 + tiers.DAYS, "what is named runs whole"
+    path.unlink()
+    (tree / "tests" / "slow.txt").write_text("")
+
+
+def test_no_test_that_is_needed_every_day_takes_turns() -> None:
+    listed = [entry.split("::") for entry in tiers.slow()]
+    missing = [f"{file}::{test}" for file, test in listed if file not in FILES or test not in of(file)]
+    assert not missing, "write tests/slow.txt anew (scripts/slow_tests.py), or take these lines out"
+    assert not [entry for entry in tiers.slow() if entry.startswith(tiers.DAILY)]
+    verdicts = (ROOT / "docs" / "results" / "faults.jsonl").read_text(encoding="utf-8").splitlines()
+    caught = {json.loads(line)["test"].removeprefix("tests/").partition("[")[0] for line in verdicts}
+    assert not caught & tiers.slow().keys(), "planted faults are caught every day"
 
 
 def test_every_thorough_file_has_its_turn_and_named_ones_do_not_wait(tree: Path) -> None:

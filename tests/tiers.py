@@ -5,7 +5,9 @@
 The quick tier has every law of every method, and tests of each part. What is thorough holds the same over more: other
 combinations, instruction sets, formats and settings, real processes for longer. A new test belongs here if it takes
 many seconds and something quicker would find most of what it finds. Of laws over many combinations a run takes a
-sample, another one every day (`tests/seeds.py`), and so does the quick tier of the cases that `SAMPLED` names.
+sample, another one every day (`tests/seeds.py`), and so does the quick tier of the cases that `SAMPLED` names. The
+slower ones of the quick tests, which `tests/slow.txt` lists, take turns of three days in it; `make test-rest` runs
+those of the other days every time.
 """
 
 from __future__ import annotations
@@ -281,6 +283,11 @@ LONGEST = (
     "serve/test_ends.py", "place/test_disaggregated.py",
 )  # fmt: skip
 
+DAYS = 3  # in which each of the slower quick tests has its turn
+DAILY = (  # what runs every day, however slow
+    "laws/", "serve/clients/", "cluster/test_processes.py::test_killed_at_work", "model/test_oracle.py", "test_",
+)  # fmt: skip
+
 _ENTRIES = frozenset(entry for entries in THOROUGH.values() for entry in entries)
 
 
@@ -300,6 +307,18 @@ def sampled(file: str, test: str, cases: int, today: int) -> Collection[int]:
     most = SAMPLED.get(file, {}).get(test, 0)
     turns = -(-cases // most) if most else 1
     return range(today % turns, cases, turns) if cases else ()
+
+
+@cache
+def slow() -> dict[str, int]:
+    """The slower quick tests, as `scripts/slow_tests.py` wrote them, and the turn of each."""
+    lines = (HERE / "slow.txt").read_text(encoding="utf-8").splitlines()
+    return {line.split()[0]: i % DAYS for i, line in enumerate(line for line in lines if line and line[0] != "#")}
+
+
+def of_another_day(file: str, test: str, today: int) -> bool:
+    """Whether a test is one of the slower ones and has its turn on another day."""
+    return slow().get(f"{file}::{test}", today % DAYS) != today % DAYS
 
 
 def named(file: str, given: Sequence[str]) -> bool:
