@@ -51,7 +51,15 @@ def scenario(
     layers: int = 16, cores: int = 4, prefix_cache: bool = False, max_running: int = 64, costs: Any = None,
     beside: Any = None, shared: Any = None, served: Serving = NOTHING, stages: int = 1, **more: Any,
 ) -> Scenario:  # fmt: skip
-    engine = EngineSettings(scheduler(schedule), ROW, layers, max_running, prefix_cache, stages=stages)
+    engine = EngineSettings(
+        scheduler(schedule),
+        ROW,
+        layers,
+        max_running,
+        prefix_cache,
+        stages=stages,
+        decodes_all=catalog.build("schedule", schedule).traits.decodes_all,
+    )
     layout = ClusterLayout(engine, costs or (lambda role, threads: cost), lambda spec: int(kv_bytes * spec.share), link,
                            beside=lambda threads: beside or {}, shared=lambda threads: shared or {},
                            served=served)  # fmt: skip

@@ -102,6 +102,19 @@ def test_pruning_changes_no_winner(processes: int, monkeypatch: pytest.MonkeyPat
     assert told[-1].startswith(f"best so far: {pruned[0].choice}") or pruned[0].worth == pruned[1].worth
 
 
+def test_a_short_load_that_tells_nothing_of_some_orders_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven requests at once are in time wherever they go: any rate would do for all."""
+    monkeypatch.setattr("phasewise.plan.search.FEWEST", 60 // SHORT)
+    monkeypatch.setattr("phasewise.plan.search.FEW", 2)
+    space = SearchSpace(2, places(2), ("sarathi:budget=256",))
+    asked = question(SLO(1.0, None))
+    assert len(list(space.choices())) > 2
+    short = replace(asked, load=replace(asked.load, requests=60 // SHORT))
+    with pytest.raises(TooShort):
+        search(space, short, prune=False)
+    assert search(space, asked)[0] == search(space, asked, prune=False)[0]
+
+
 def test_an_error_in_another_process_is_raised_here() -> None:
     with pytest.raises(TooShort, match="all 60 requests at once are in time"):
         search(SMALL, question(SLO(1000.0, None)), processes=2)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from itertools import repeat
 from pathlib import Path
 from random import Random
@@ -105,7 +106,7 @@ class Lognormal:
 class RequestTrace:
     """Requests of a recorded service: a CSV with the columns TIMESTAMP, ContextTokens and GeneratedTokens.
 
-    `scale` shortens all lengths for a small machine; `start` is the first row taken.
+    `scale` shortens all lengths for a small machine; `start` is the first row taken. The file is read once.
     """
 
     path: str
@@ -114,13 +115,18 @@ class RequestTrace:
     prefix: ClassVar[int] = 0
 
     def draw(self, rng: Random) -> Iterator[tuple[int, int]]:
-        for row in self._rows():
+        for row in self._rows:
             yield tuple(max(1, round(int(row[name]) * self.scale)) for name in COLUMNS[1:])  # type: ignore[misc]
 
     def gaps(self) -> list[float]:
-        times = [datetime.fromisoformat(row[COLUMNS[0]]) for row in self._rows()]
+        return self._gaps
+
+    @cached_property
+    def _gaps(self) -> list[float]:
+        times = [datetime.fromisoformat(row[COLUMNS[0]]) for row in self._rows]
         return [max(0.0, (b - a).total_seconds()) for a, b in zip(times, times[1:])]  # noqa: RUF007
 
+    @cached_property
     def _rows(self) -> list[dict[str, str]]:
         try:
             with Path(self.path).expanduser().open(newline="", encoding="utf-8") as file:

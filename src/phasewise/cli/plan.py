@@ -182,8 +182,8 @@ def plan(
     """
     slo = targets.asked()
     space.check()
+    from phasewise.bench.machine import cores
     from phasewise.plan import search
-    from phasewise.plan.side_by_side import cores
 
     question, where = _asked(space, costs, asked, served, slo)
     for line in [*doubts(targets, served.link), *costs.about()]:

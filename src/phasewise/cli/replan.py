@@ -80,8 +80,8 @@ def watch(watched: WatchedPlan, question: Question, space: Space, wait: Callable
 
 def _again(assumed: Assumed, seen: TrafficWindow, question: Question, space: Space) -> None:
     """The search, with what was seen."""
+    from phasewise.bench.machine import cores
     from phasewise.plan.search import search
-    from phasewise.plan.side_by_side import cores
     from phasewise.plan.watch import Scaled
 
     lengths = Scaled(question.load.lengths, seen.prompt / assumed.prompt, seen.new / assumed.new)

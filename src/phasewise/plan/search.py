@@ -4,7 +4,7 @@ simulator (DistServe's search, arXiv 2401.09670, with whole requests judged by b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal, Protocol, TypeAlias, cast
@@ -17,7 +17,17 @@ from phasewise.plan import side_by_side
 from phasewise.plan.arrivals import Load
 from phasewise.plan.layout import Affinity, Layout, fits
 from phasewise.plan.setting import CostsByRole, ServerSetting
-from phasewise.plan.simulate import LEAST, Best, LoadOutcome, Scenario, goodput, run, share_at_least
+from phasewise.plan.simulate import (
+    LEAST,
+    NOTHING_KNOWN,
+    Best,
+    LoadOutcome,
+    Scenario,
+    goodput,
+    rate_from,
+    run,
+    share_at_least,
+)
 from phasewise.request.params import SLO
 
 Goal = Literal["goodput", "cost", "power", "price", "watts"]
@@ -209,14 +219,14 @@ class Question:
     def at(self, choice: Choice, rate: float) -> LoadOutcome:
         return run(self.scenario(choice), self.load.jobs(self.slo, rate))
 
-    def holds(self, scenario: Scenario, rate: float) -> bool:
-        """Whether a share of `bench.goodput.SHARE` meets the targets at this rate."""
-        return share_at_least(scenario, self.load.jobs(self.slo, rate), self.slo, SHARE) >= SHARE
+    def share(self, scenario: Scenario, rate: float) -> float:
+        """The share of requests within the targets at this rate; 0 if it is less than `bench.goodput.SHARE`."""
+        return share_at_least(scenario, self.load.jobs(self.slo, rate), self.slo, SHARE)
 
-    def goodput(self, scenario: Scenario, guess: float) -> Best:
-        """The highest rate, looked for around a guess; 0: anywhere."""
+    def goodput(self, scenario: Scenario, guess: float, known: Mapping[float, float] = NOTHING_KNOWN) -> Best:
+        """The highest rate, looked for around a guess; 0: anywhere. `known`: shares at rates that were simulated."""
         load = replace(self.load, rate=guess or self.load.rate)
-        return goodput(scenario, load, self.slo, precision=self.precision)
+        return goodput(scenario, load, self.slo, precision=self.precision, known=known)
 
     def worth(self, choice: Choice, rate: float, devices: int) -> float:
         """Requests in time per second and device, $/h or W; or per joule, or unit of money, while devices are busy."""
@@ -287,8 +297,9 @@ def _each(
     found: list[Tried] = []
 
     def second() -> float:
-        """The worth of the second best so far, which a choice has to reach."""
-        return sorted((0.0, 0.0, *(each.worth for each in found if not each.pruned)))[-2] if prune else 0.0
+        """The worth of the second best so far, which a choice has to reach; what a short load cannot tell aside."""
+        known = (each.worth for each in found if not each.pruned and each.worth < math.inf)
+        return sorted((0.0, 0.0, *known))[-2] if prune else 0.0
 
     def work(one: Buildable, best: float) -> Tried:
         return _tried(*one, question, best)
@@ -306,11 +317,14 @@ def _each(
 
 
 def _tried(choice: Choice, devices: int, question: Question, best: float) -> Tried:
-    scenario = question.scenario(choice)
-    rate = best * question.weight(choice, devices)
-    if best and not question.holds(scenario, rate):
-        return Tried(choice, devices, rate, best, pruned=True)
-    found = question.goodput(scenario, rate)
+    """The choice measured to the end, if it holds at the lowest rate of the search that is worth `best` at least."""
+    scenario, rate, known = question.scenario(choice), 0.0, dict[float, float]()
+    if best:
+        rate = rate_from(best * question.weight(choice, devices), question.precision)
+        known[rate] = question.share(scenario, rate)
+        if known[rate] < SHARE:
+            return Tried(choice, devices, rate, best, pruned=True)
+    found = question.goodput(scenario, rate, known)
     if not found.bounded:
         raise TooShort(f"all {question.load.requests} requests at once are in time: ask for more (--requests)")
     return Tried(choice, devices, found.rate, question.worth(choice, found.rate, devices))
@@ -377,7 +391,7 @@ def _more(one: Tried, question: Question, worth: float) -> bool:
     if question.goal not in BY_WEIGHT:
         return _again(one, question) > worth
     rate = max(LEAST, worth * question.weight(one.choice, one.devices)) * (1 + question.precision)
-    return question.holds(question.scenario(one.choice), rate)
+    return question.share(question.scenario(one.choice), rate) >= SHARE
 
 
 def replicas(winner: Tried, devices: int, rate: float | None) -> int:

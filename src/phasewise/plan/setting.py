@@ -148,7 +148,8 @@ class ServerSetting:
             return own
 
         engine = EngineSettings(self._scheduler(), source.row_bytes, source.layers, self.max_running,
-                                self.prefix_cache, self.drafts)  # fmt: skip
+                                self.prefix_cache, self.drafts,
+                                decodes_all=catalog.build("schedule", self.schedule).traits.decodes_all)  # fmt: skip
         placing, cores = catalog.build("place", self.place), range(source.cores)
         workers = placing.traits.launches
         served = source.served(workers)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import os
 import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -15,11 +14,6 @@ from phasewise.errors import PhasewiseError
 
 T = TypeVar("T")
 H = TypeVar("H")
-
-
-def cores() -> int:
-    """The number of cores that this process may run on."""
-    return len(os.sched_getaffinity(0))
 
 
 def each(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
@@ -25,6 +25,7 @@ from phasewise.request.params import SLO
 from phasewise.verbs.place import Placing
 
 LEAST, MOST = 1e-4, 1e8  # requests/s, between which rates are looked for
+NOTHING_KNOWN: Mapping[float, float] = {}
 DELAY = 2.0  # seconds of median scheduling delay, up to which a rate is taken to be carried
 
 
@@ -221,12 +222,15 @@ class Best:
     tried: int
 
 
-def goodput(scenario: Scenario, load: Load, slo: SLO, share: float = SHARE, precision: float = 0.02) -> Best:
+def goodput(
+    scenario: Scenario, load: Load, slo: SLO, share: float = SHARE, precision: float = 0.02,
+    known: Mapping[float, float] = NOTHING_KNOWN,
+) -> Best:  # fmt: skip
     """The highest rate at which a share of the requests meets all targets (DistServe's search, with all targets for
-    each request)."""
+    each request). `known`: shares at rates that were simulated before."""
 
     def at(rate: float) -> float:
-        return share_at_least(scenario, load.jobs(slo, rate), slo, share)
+        return known[rate] if rate in known else share_at_least(scenario, load.jobs(slo, rate), slo, share)
 
     return highest(at, share, load.rate or 1.0, precision)
 
@@ -245,6 +249,12 @@ def capacity(scenario: Scenario, load: Load, tbt: float, delay: float = DELAY, p
         return float((tail is None or tail <= tbt) and (waited is None or waited <= delay))
 
     return highest(at, 1.0, load.rate or 1.0, precision)
+
+
+def rate_from(rate: float, precision: float) -> float:
+    """The lowest rate of those that `highest` tries which is at least `rate`."""
+    grid = math.log1p(precision)
+    return math.exp(grid * math.ceil(math.log(max(LEAST, rate)) / grid - 1e-6))
 
 
 def highest(at: Callable[[float], float], share: float, begin: float, precision: float) -> Best:

@@ -13,6 +13,7 @@ from phasewise.errors import UserError
 from phasewise.kv.buffer import Ledger, stride
 from phasewise.plan.beside import Beside, slowed
 from phasewise.plan.cost import Cost, StepWork
+from phasewise.plan.decode_run import DecodeRun
 from phasewise.plan.drafts import NONE, Drafts
 from phasewise.plan.fit import Path, path_of
 from phasewise.plan.memory import NumberRuntime, NumberStore
@@ -28,7 +29,8 @@ TURNS = 2.0  # two who share a core take turns; a worker's threads wait for each
 @dataclass(frozen=True)
 class EngineSettings:
     """The settings that all workers' engines share. `schedule` makes a scheduler for one; `layers`: of the model;
-    `stages`: of each worker, as many steps of which may be under way, each with requests of its own."""
+    `stages`: of each worker, as many steps of which may be under way, each with requests of its own. `decodes_all`: the
+    scheduler's trait of this name."""
 
     schedule: Callable[[], Scheduler]
     row_bytes: int
@@ -37,6 +39,7 @@ class EngineSettings:
     prefix_cache: bool = False
     drafts: Drafts = NONE
     stages: int = 1
+    decodes_all: bool = False
 
 
 class UnderWay(NamedTuple):
@@ -86,6 +89,10 @@ class SimulatedEngine:
         self.under_way: deque[UnderWay] = deque()  # steps, the oldest first
         self.free = [0.0] * settings.stages  # when each stage is
         self.guesses = 0  # the most that a request brings to the step that begins
+        self.runs = settings.decodes_all and settings.stages == 1 and not settings.drafts.depth  # may have a `_run`
+        self._run: DecodeRun | None = None  # the steps since it began are not written into the requests yet
+        self._calm = False  # the last step was decodes alone, and all of them go on
+        self._running_on = False  # the step under way is one of `_run`
 
     # ---- requests
     def runtime(self, request: object) -> NumberRuntime:
@@ -112,16 +119,19 @@ class SimulatedEngine:
         self.queues.join(cast(Any, job), self.queues.running)
 
     def _take(self, job: SimulatedSequence) -> None:
+        self.settle()
         job.layers = self.settings.layers
         job.guess(self.settings.drafts)
 
     def drop(self, job: SimulatedSequence) -> None:
         """Forget a request, which somebody else goes on with or nobody wants: its memory is free again."""
+        self.settle()
         self.queues.drop(cast(Any, job))
         job.release()
 
     def keep_local(self, job: SimulatedSequence) -> None:
         """Nobody will take over a request: it goes on here, if this engine can."""
+        self.settle()
         job.departs = False
         if job in self.departed and not self.departs:
             self.queues.move(cast(Any, job), self.queues.running)
@@ -136,12 +146,17 @@ class SimulatedEngine:
     @property
     def growth(self) -> int:
         """KV bytes that let every running request grow a bit."""
+        self.settle()
         return sum(stride(job.known) for job in self.running) * self.row_bytes
 
     # ---- steps
     def begin(self, now: float) -> tuple[float, float] | None:
         """Plan a step. Returns when the next one may begin, and when this one is over: the same where there is one
         stage. None where there is nothing to do, or no room."""
+        if self._run is not None or self._calm:
+            step = self._run_on()
+            if step is not None:
+                return self._spend(step, 0, now)
         if self.waiting:
             self._admit()
         one = self.settings.stages == 1
@@ -154,6 +169,36 @@ class SimulatedEngine:
             return None
         step, done = self._step(works, now)
         self.under_way.append(UnderWay(works, None if one else [work.job.kv for work in works]))
+        return self._spend(step, done, now)
+
+    def _run_on(self) -> StepWork | None:
+        """The next step of a run of decodes, which begins if it can; None where the run is over."""
+        self._calm = False
+        if self.waiting:
+            self.settle()
+            return None
+        if self._run is None:
+            self._run = DecodeRun(self.running, self.store.room)
+        step = self._run.begin()
+        if step is None:
+            self.settle()
+        else:
+            self._running_on, self.guesses = True, 0
+        return step
+
+    def settle(self) -> None:
+        """Write the steps of a run of decodes into its requests, before anybody looks at them or changes who runs."""
+        self._calm = False
+        if self._run is None:
+            return
+        self._run.write()
+        self._run = None
+        if self._running_on:
+            self._running_on = False
+            self.under_way.append(UnderWay([Work(job, 1) for job in self.running], None))
+
+    def _spend(self, step: StepWork, done: int, now: float) -> tuple[float, float]:
+        """A step takes its time. Returns what `begin` does."""
         price = self.cost.price(step)
         seconds = price.seconds + self.guesses * self.settings.drafts.seconds
         if self.beside or self.sharers:
@@ -164,7 +209,7 @@ class SimulatedEngine:
         self.joules += price.joules
         self.money += price.money
         self.counters.steps += 1
-        if one:
+        if self.settings.stages == 1:
             self.busy += seconds
             self.free[0] = over = now + seconds
             return over, over
@@ -233,6 +278,13 @@ class SimulatedEngine:
         `written`."""
         out, written = list[SimulatedSequence](), list[SimulatedSequence]()
         self.advanced, self._found = self._found, False
+        if self._running_on and self._run is not None:
+            self._running_on = False
+            self.gained = gained = self._run.finish(now)
+            self.counters.rows += gained
+            self.counters.emitted += gained
+            self.written = written
+            return out
         works, kept = self.under_way.popleft()
         every, gained, rows = self.every_token, 0, 0
         plain = not self.settings.drafts.depth and all(work.layers is None for work in works)
@@ -257,6 +309,7 @@ class SimulatedEngine:
                 out.append(job)
             elif every:
                 written.append(job)
+        self._calm = self.runs and not every and not out and gained == rows == len(self.running)
         self.counters.rows += rows
         self.counters.emitted += gained
         self.gained, self.written = gained, written

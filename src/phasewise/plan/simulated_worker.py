@@ -105,6 +105,7 @@ class SimulatedWorker:
         self.engine.served = layout.served
         self._settle(spec.n_threads)
         self.lender = SimulatedLender(self.engine, ledger) if isinstance(ledger, Account) else None
+        self.engine.runs = self.engine.runs and self.lender is None  # which looks at the requests' room after each step
         self.number = 0  # in the order in which workers were launched
         self.others: Sequence[SimulatedWorker] = ()  # the workers of the cluster, itself among them
         self.alive, self.ready, self.stepping, self._due = True, False, False, False
@@ -139,6 +140,7 @@ class SimulatedWorker:
 
     def die(self) -> None:
         """Stop at once. The tokens that have come of its steps are its last words."""
+        self.engine.settle()
         for job in list(self.jobs.values()):
             if job.known > job.told:
                 self._progress(job)

@@ -41,6 +41,9 @@ class Traits:
     own_wire: bool = False  # store: rows may travel between engines in a form of their own
     ranks_rows: bool = False  # store: blocks are packed by how much attention their rows get
 
+    # scheduling
+    decodes_all: bool = False  # schedule: while no prompt is under way, all decodes run in each step, one like another
+
     # prompts
     whole_prompts: bool = False  # a prompt must come in one piece, whatever rows a scheduler gives
     shares_prefix: bool = True  # rows of its prompts may serve other requests

@@ -34,7 +34,7 @@ class Layered(Method):
     guarantee: ClassVar[str] = "exact"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {"rows_per_group": 1 << 30}
-    traits: ClassVar[Traits] = Traits("schedule")
+    traits: ClassVar[Traits] = Traits("schedule", decodes_all=True)
     tight: ClassVar[dict[str, object]] = {"rows_per_group": 16}
 
     def __post_init__(self) -> None:

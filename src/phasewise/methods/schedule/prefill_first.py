@@ -26,7 +26,7 @@ class PrefillFirst(Method):
     guarantee: ClassVar[str] = "exact"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {}
-    traits: ClassVar[Traits] = Traits("schedule")
+    traits: ClassVar[Traits] = Traits("schedule", decodes_all=True)
     tight: ClassVar[dict[str, object]] = {"budget": 48}
 
     def __post_init__(self) -> None:

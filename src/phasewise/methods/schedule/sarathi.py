@@ -30,7 +30,7 @@ class Sarathi(Method):
     guarantee: ClassVar[str] = "exact"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {"budget": 1 << 30}
-    traits: ClassVar[Traits] = Traits("schedule")
+    traits: ClassVar[Traits] = Traits("schedule", decodes_all=True)
     tight: ClassVar[dict[str, object]] = {"budget": 9}
 
     def __post_init__(self) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from phasewise.bench.machine import cores
 from phasewise.bench.workloads import lengths
-from phasewise.plan import side_by_side
 from phasewise.plan.arrivals import Load
 from phasewise.plan.layout import Layout
 from phasewise.plan.link import Link
@@ -36,7 +36,7 @@ def placements(requests: int, seed: int) -> tuple[Tried, Tried]:
     question = Question(load, TARGETS, source, ServerSetting(prefix_cache=False, link=LINK), precision=0.04)
     apart, together = (
         search(SearchSpace(DEVICES, places, ("prefill_first",), layouts=DEGREES), question,
-               processes=side_by_side.cores())[0]
+               processes=cores())[0]
         for places in (PAIRS, ("colocated",))
     )  # fmt: skip
     return apart, together
