@@ -80,8 +80,8 @@ def costs(choice: Choice) -> CostsByRole:
                        price=lambda role: by[role].devices * (3.0 if by[role].device == "fast" else 1.0))  # fmt: skip
 
 
-ASKED = Question(Load(Fixed(100, 20), 60, None, 1.0, 3), SLO(0.15, 0.05), costs, ServerSetting(kv_bytes=1 << 30),
-                 precision=0.05)  # fmt: skip
+ASKED = Question(Load(Fixed(100, 6), 24, None, 1.0, 3), SLO(0.15, 0.05), costs, ServerSetting(kv_bytes=1 << 30),
+                 precision=0.1)  # fmt: skip
 DEGREES = tuple(Layout("", ways, stages) for ways in (1, 2) for stages in (1, 2))
 
 
@@ -158,7 +158,7 @@ def test_a_plan_with_roles_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert Assumed.load(tmp_path / "p.json") == assumed
 
 
-WORDS = ["--device", "a100", "--model", "pocket", "--requests", "200", "--workload", "fixed:prompt=1000,new=8"]
+WORDS = ["--device", "a100", "--model", "pocket", "--requests", "30", "--workload", "fixed:prompt=1000,new=8"]
 
 
 def test_by_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,7 +169,7 @@ def test_by_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     numbers, said = json.loads(out.read_text()), capsys.readouterr()
     assert not ended.value.code, said.err
     assert numbers["goodput_per_device_per_s"] == pytest.approx(numbers["goodput_per_s"] / 4)
-    words = ["--devices", "4", "--places", PAIR, "--schedules", "sarathi", "--config", str(toml), "--ttft", "1"]
+    words = ["--devices", "4", "--places", PAIR, "--schedules", "sarathi", "--config", str(toml), "--ttft", "0.5"]
     for more, says in (
         (["--layouts", "prefill=2x1,decode=1x2|prefill=1x1,decode=2x1"], "prefill on "),
         (["--per-role", "--degrees", "1,2", "--node", "4", "--affinity", "low"], "decode on "),

@@ -86,6 +86,33 @@ def test_assumptions_are_read_as_they_were_written(tmp_path: Path) -> None:
         Assumed.load(tmp_path / "none.json")
 
 
+class MetricsFile:
+    """What a server's /metrics would say, in a file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path, self.url = folder / "metrics", folder.as_uri()
+        self.show(BEFORE)
+
+    def show(self, counts: Counter[str]) -> None:
+        lines = []
+        for name, value in counts.items():
+            plain, slash, edge = name.partition("/")
+            below = f',le="{edge}"' if slash else ""
+            lines.append(f'{plain}{{recipe=""{below}}} {value}')
+        self.path.write_text("\n".join(lines) + "\n")
+
+
+@pytest.fixture
+def metrics(tmp_path: Path) -> MetricsFile:
+    return MetricsFile(tmp_path)
+
+
+def test_metrics_are_read_as_a_server_writes_them(metrics: MetricsFile) -> None:
+    assert read(metrics.url) == BEFORE
+    metrics.show(AFTER)
+    assert read(metrics.url) == AFTER
+
+
 # ---- a real server
 def ask(server: Server, requests: int, prompt: int, new: int) -> None:
     client: openai.OpenAI = server.client()
@@ -102,7 +129,7 @@ overhead = {value = 0.005, unit = "s", inferred = "for a test"}
 """
 
 
-def words(server: Server, config: Path, *more: str) -> list[str]:
+def words(config: Path, *more: str) -> list[str]:
     device = config.with_name("slow.toml")
     device.write_text(SLOW)
     how = f"--device {device} --requests 200 --workload fixed:prompt=24,new=4"
@@ -116,7 +143,7 @@ def test_a_served_plan_is_watched_over_http(
 ) -> None:
     config = tmp_path / "p.toml"
     targets = ["--ttft", "50"]
-    done = cli(*words(server, config, *targets))
+    done = cli(*words(config, *targets))
     assert done.code == 0 and beside(config).is_file(), done.err
     said = Assumed.load(beside(config))
     assert (said.prompt, said.new, said.rate, said.ttft) == (24.0, 4.0, None, 0.05)
@@ -129,7 +156,7 @@ def test_a_served_plan_is_watched_over_http(
         ask(server, 12, 48, 8)
 
     monkeypatch.setattr("phasewise.cli.plan.watch", partial(watch, wait=send))
-    done = cli(*words(server, config, *targets, "--replan", server.url, "--windows", "2", "--window", "7"))
+    done = cli(*words(config, *targets, "--replan", server.url, "--windows", "2", "--window", "7"))
     assert done.code == 3 and rounds == [7.0, 7.0], done.err
     assert "prompts have 48 tokens on average, and the plan is for 24" in done.out
     assert "answers have 8 tokens" in done.out and "served: colocated, sarathi:budget=256: " in done.out
@@ -138,34 +165,34 @@ def test_a_served_plan_is_watched_over_http(
     # what it is for, with targets that even this machine meets
     replace(said, ttft=1000.0, carried=1e9).save(beside(config))
     monkeypatch.setattr("phasewise.cli.plan.watch", partial(watch, wait=lambda seconds: ask(server, 12, 24, 4)))
-    done = cli(*words(server, config, "--ttft", "1e6", "--replan", server.url, "--once"))
+    done = cli(*words(config, "--ttft", "1e6", "--replan", server.url, "--once"))
     assert done.code == 0 and "24 + 4 tokens, TTFT in time 100%: fits" in done.out, done.out + done.err
 
 
-def test_mistakes_are_named(cli: Cli, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_are_named(cli: Cli, metrics: MetricsFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "p.toml"
-    done = cli(*words(server, config, "--ttft", "5", "--replan", server.url))
+    done = cli(*words(config, "--ttft", "5", "--replan", metrics.url))
     assert done.code == 2 and "writes it beside its TOML" in done.err
     replace(ASSUMED, ttft=0.005).save(beside(config))
-    done = cli(*words(server, config, "--ttft", "5", "--replan", "http://127.0.0.1:9"))
+    done = cli(*words(config, "--ttft", "5", "--replan", "http://127.0.0.1:9"))
     assert done.code == 2 and "http://127.0.0.1:9/metrics cannot be read" in done.err
-    done = cli(*words(server, config, "--ttft", "6", "--replan", server.url))
+    done = cli(*words(config, "--ttft", "6", "--replan", metrics.url))
     assert done.code == 2 and "the targets are not those of the plan" in done.err
     monkeypatch.setattr("phasewise.cli.plan.watch", partial(watch, wait=lambda seconds: None))
-    done = cli(*words(server, config, "--ttft", "5", "--replan", server.url, "--once"))
+    done = cli(*words(config, "--ttft", "5", "--replan", metrics.url, "--once"))
     assert done.code == 2 and "fewer than 10 requests left" in done.err
 
 
 def test_another_choice_is_named_with_its_gain(
-    server: Server, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    metrics: MetricsFile, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """A plan of two workers, where one engine does as well: per device it is worth more."""
     asked = replace(question(SLO(0.3, 0.05)), load=Load(Fixed(24, 4), 100))
     served = Choice("disaggregated:prefill=1,decode=1", "sarathi:budget=256")
     Assumed(served, None, 1e9, 24.0, 4.0, 0.3, 0.05).save(beside(tmp_path / "p.toml"))
     space = SearchSpace(2, ["colocated", served.place], [served.schedule])
-    watched = WatchedPlan(tmp_path / "p.toml", server.url, once=True, window=1.0)
-    assert not watch(watched, asked, space, lambda seconds: ask(server, 12, 48, 8))
+    watched = WatchedPlan(tmp_path / "p.toml", metrics.url, once=True, window=1.0)
+    assert not watch(watched, asked, space, lambda seconds: metrics.show(AFTER))
     said = capsys.readouterr().out
     assert "served: disaggregated" in said and "better: colocated" in said and " times as much" in said
 
