@@ -10,7 +10,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders
 
 from phasewise.model.source import source
-from phasewise.model.stream import BYTE_TOKEN, ByteStream, Pieces, WindowStream, token_bytes
+from phasewise.model.stream import ByteStream, Pieces, WindowStream
+from phasewise.model.token_bytes import TokenBytes
 
 LONG = 4096  # characters; with longer texts other threads must not wait, and `encode` alone keeps the interpreter
 
@@ -78,16 +79,15 @@ class Tokenizer:
         found = self.backend.id_to_token(i)
         return None if found is None else str(found)
 
+    @cached_property
+    def bytes_of(self) -> TokenBytes:
+        """The bytes that each token adds to a text."""
+        return TokenBytes(self.backend)
+
     def raw(self, i: int) -> bytes:
         """The bytes that a token stands for, of special ones their name; none if the id is padding."""
         piece = self.token(i)
-        if piece is None:
-            return b""
-        if i in self.special_ids:
-            return piece.encode()
-        if self.byte_level:
-            return token_bytes(piece)
-        return bytes([int(piece[3:5], 16)]) if BYTE_TOKEN.fullmatch(piece) else piece.replace("\u2581", " ").encode()
+        return piece.encode() if piece is not None and i in self.special_ids else self.bytes_of(i)
 
     @property
     def size(self) -> int:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tokenizers import Tokenizer as Backend
 
 from phasewise.errors import UserError
-from phasewise.model.stream import BYTE_TOKEN, token_bytes
+from phasewise.methods.sample._spelling import Speller
 from phasewise.model.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -20,9 +18,6 @@ if TYPE_CHECKING:
 
     from phasewise.model.model import Model
 
-SPACE = "\u2581"  # how SentencePiece writes a space
-BYTE_LEVEL = "ByteLevel"
-PLAIN = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}  # decoders that join tokens byte by byte
 INSTALL = "pip install 'phasewise[grammar]'"
 Bits = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -34,12 +29,15 @@ class Words:
     def __init__(self, tokenizer: Tokenizer, vocab: int, ends: Sequence[int]) -> None:
         self.vocab, self.ends = vocab, tuple(ends)
         self.special = tokenizer.special_ids | set(ends)
-        self.bytes = list(spelled(tokenizer, vocab))
+        table = tokenizer.bytes_of
+        if table.unknown:
+            raise UserError(
+                f"grammars know byte-level and SentencePiece tokenizers, not one that joins tokens by {table.unknown}"
+            )
+        self.bytes = [tokenizer.raw(i) for i in range(vocab)]
         self.width = -(-vocab // 32)  # int32 of a mask
-        first = [i for i, text in enumerate(self.bytes) if text.startswith(b" ") and i not in self.special]
-        self.strips: Bits | None = None  # tokens whose leading space goes where they begin a text
-        if first and not tokenizer.decode(first[:1]).startswith(" "):
-            self.strips = self.mask(first)
+        first = [i for i in range(vocab) if i not in self.special and table.begins(i) != self.bytes[i]]
+        self.strips = self.mask(first) if first else None  # tokens that lose something where they begin a text
         self._tokenizer = tokenizer
 
     def mask(self, tokens: Sequence[int]) -> Bits:
@@ -64,12 +62,10 @@ class _Wrapped:
     def __init__(self, words: Words, tokenizer: Tokenizer) -> None:
         self.eos_token_id, self.bos_token_id = words.ends[0], None
         self.tokens, self.special_token_ids = words.bytes, sorted(i for i in words.special if i < words.vocab)
-        self._backend = Backend.from_str(tokenizer.backend.to_str())
-        self._backend.encode_special_tokens = True  # what a grammar forces is text, though it may spell such a token
+        self._speller = Speller(tokenizer, words.bytes, words.special)
 
     def __call__(self, text: bytes | str) -> list[int]:
-        text = text.decode() if isinstance(text, bytes) else text
-        return list(self._backend.encode(text, add_special_tokens=False).ids)
+        return self._speller(text.encode() if isinstance(text, str) else text)
 
 
 def words_of(model: Model) -> Words:
@@ -84,26 +80,3 @@ def _words(path: Path, stamp: tuple[Any, ...], vocab: int, ends: tuple[int, ...]
     if not ends:
         raise UserError("a grammar needs a model with an end token: this one has none, so no text could end")
     return Words(Tokenizer.load(path), vocab, ends)
-
-
-def spelled(tokenizer: Tokenizer, vocab: int) -> Iterator[bytes]:
-    """The bytes that each id adds to a text. Raises UserError for a tokenizer of which that cannot be said."""
-    kinds = decoders(json.loads(tokenizer.backend.to_str())["decoder"])
-    if kinds != {BYTE_LEVEL} and not (kinds and kinds <= PLAIN):
-        raise UserError(f"grammars know byte-level and SentencePiece tokenizers, not one that joins tokens by {kinds}")
-    for i in range(vocab):
-        piece = tokenizer.token(i) or ""
-        if kinds == {BYTE_LEVEL}:
-            yield token_bytes(piece)
-        elif "ByteFallback" in kinds and BYTE_TOKEN.fullmatch(piece):
-            yield bytes([int(piece[3:5], 16)])
-        else:
-            yield piece.replace(SPACE, " ").encode()
-
-
-def decoders(decoder: dict[str, Any] | None) -> set[str]:
-    """The kinds of decoders that a tokenizer's one is made of."""
-    if decoder is None:
-        return set()
-    inner = decoder.get("decoders")
-    return {str(decoder["type"])} if inner is None else {kind for each in inner for kind in decoders(each)}
