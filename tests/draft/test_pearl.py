@@ -4,26 +4,40 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from math import log
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
+from torch import Tensor
 
 from phasewise.bench.scripted import GOLDEN
 from phasewise.errors import UserError
-from phasewise.methods.draft._desk import Order
+from phasewise.methods.draft._desk import Desk, Guesses, Order
 from phasewise.methods.draft._seat import Answers, Inline, Seat
 from phasewise.methods.draft.pearl import PEARL, _Pearl
+from phasewise.methods.sample.standard import Standard
+from phasewise.methods.verify.rejection import Rejection
 from phasewise.options import parse
 from phasewise.request.counters import Counters
 from phasewise.request.params import Params
 from phasewise.request.request import Request
+from phasewise.speculation import loop
+from phasewise.speculation.companion import NewNodes
+from phasewise.speculation.loop import Speculation
+from phasewise.step.phase import Hidden
 from phasewise.verbs.place import Placed
+from phasewise.verbs.sample import Coupling
 from tests import tiny
 from tests.draft.relatives import relative
+from tests.speculation.markov import Table, fits, sequences
+from tests.speculation.test_drawn_trees import FOUR, TWO, Model, World
 
 PROMPTS = tiny.prompts(30, 7, 55)
 TRUTH, WRONG = 0, 1
+LENGTH = 4  # tokens of which the distribution is tested
 
 
 def sampled(n: int, **rules: float) -> list[Params]:
@@ -46,7 +60,7 @@ class Scripted(Seat):
     def _next(self) -> tuple[Answers, int]:
         orders = self.queue.popleft()
         self.asked += sum(order.guesses for order in orders)
-        return {order.key: self.guesses(order) for order in orders}, 0
+        return {order.key: Guesses(self.guesses(order)) for order in orders}, 0
 
     def guesses(self, order: Order) -> list[int]:
         places = range(len(order.tokens), len(order.tokens) + order.guesses)
@@ -116,7 +130,7 @@ def test_a_smaller_budget_wastes_no_guess() -> None:
     play(pearl, request)
     for i in range(30):
         assert play(pearl, request, i % 5) == (i % 5, i % 5 + 1)
-        assert len(request.state["pearl"].stream) <= 9
+        assert len(request.state["pearl"].stream.tokens) <= 9
     assert seat.asked <= request.known + 9
 
 
@@ -204,6 +218,126 @@ def test_many_requests_that_come_and_go() -> None:
     ]
     assert twin.out == want[0] and placed.counters.accepted == placed.counters.drafted
     assert seat.desk.held == 0 and not seat.desk.texts
+
+
+# ---- guesses that come with what they were drawn from
+DRAWN = "where=inline,judged=drawn"
+
+
+def test_greedy_tokens_and_costs_are_those_of_guesses_that_are_compared() -> None:
+    found = []
+    for knobs in ("where=inline", DRAWN):
+        placed = tiny.engine({"draft": f"pearl:model={relative()},k=3,{knobs}"})
+        found.append((tiny.outs(tiny.run(placed, PROMPTS, tiny.greedy(25))), placed.counters.as_dict()))
+    assert found[0] == found[1] and found[0][0] == tiny.plain(PROMPTS, tiny.greedy(25))
+
+
+def test_the_target_accepts_all_it_would_have_drawn_itself() -> None:
+    """Of a rejection there is no chance; the pass of the pre-verify and those after it are all full."""
+    k, n = 4, 1 + 1 + 5 * 4
+    placed = tiny.engine({"draft": f"pearl:model=tiny,k={k},{DRAWN}"})
+    tiny.run(placed, PROMPTS, sampled(n, top_p=0.95))
+    assert placed.counters.forwards == 1 + 1 + 5
+    assert placed.counters.accepted == placed.counters.drafted == 3 * 5 * (k - 1)
+
+
+def test_a_verifier_that_matches_minds_no_probabilities() -> None:
+    params = sampled(25, top_p=0.95)
+    placed = tiny.engine({"draft": f"pearl:model={relative()},k=3,{DRAWN}", "verify": "match"})
+    assert tiny.outs(tiny.run(placed, PROMPTS, params)) == tiny.plain(PROMPTS, params)
+    assert 0 < placed.counters.accepted < placed.counters.drafted
+
+
+class Follower:
+    """The draft model of a desk: logits hang on the last token alone."""
+
+    def __init__(self, logits: Table) -> None:
+        self.model, self.counters = Model(logits), Counters()
+
+    def lag(self, text: Request) -> int:
+        return 0
+
+    def reserve(self, text: Request, rows: int) -> bool:
+        return True
+
+    def advance(self, texts: Sequence[Request], tokens: Sequence[list[int]]) -> Tensor:
+        return self.model.logits[[each[-1] for each in tokens]]
+
+    def grow(self, new: Sequence[NewNodes]) -> Tensor:
+        return torch.tensor([[float(token)] for each in new for token in each.tokens])
+
+
+def told(
+    world: World, seeds: int, temperature: float, coupling: Coupling, length: int, k: int = 3
+) -> tuple[list[Request], int]:
+    """So many requests of at least `length` tokens, under the drafter and the decode loop, target and draft being
+    tables; and the rounds that they took, those of each counted."""
+    host: Any = SimpleNamespace(model=Model(world.target), sample=Standard(coupling), counters=Counters())
+    desk = Desk.__new__(Desk)
+    desk.sample, desk.tells, desk.texts = Standard(coupling), True, {}
+    desk.companion = Follower(world.draft)  # type: ignore[assignment]
+    knobs = PEARL(k=k, where="inline", judged="drawn")
+    decode = Speculation(host, _Pearl(knobs, host, Inline(desk), 1 << 20), Rejection(),
+                         replace(knobs.traits, matches="point"))  # fmt: skip
+    requests = [Request([0], Params(max_tokens=99, seed=seed, temperature=temperature)) for seed in range(seeds)]
+    for request in requests:
+        request.tokens.append(0)
+        request.computed, request.kv = 1, cast(Any, True)
+    going, rounds = list(requests), 0
+    while going:
+        rounds += len(going)
+        spans = decode.propose(going, [decode.rows(request) for request in going], cast(Any, None))
+        rows: list[int] = []
+        for span in spans:
+            span.start = len(rows)
+            rows += span.tokens
+        for request, outcome in zip(going, decode.accept(spans, Hidden(torch.tensor(rows)[:, None], len(rows)))):
+            request.tokens += outcome.tokens
+            request.computed = request.known - 1
+        going = [request for request in going if request.n_out <= length]
+    return requests, rounds
+
+
+def p_value(world: World, seeds: int, temperature: float, coupling: Coupling) -> float:
+    chances = sequences((world.target.double() / temperature).softmax(-1), LENGTH)
+    requests, _ = told(world, seeds, temperature, coupling, LENGTH)
+    return fits([tuple(request.out[1 : LENGTH + 1]) for request in requests], chances)
+
+
+@pytest.mark.parametrize(("world", "temperature", "coupling"),
+                         [(TWO, 0.6, "inverse"), (TWO, 1.0, "gumbel"), (FOUR, 1.0, "inverse"), (FOUR, 0.3, "gumbel")],
+                         ids=["two-0.6", "two-1", "four-1", "four-0.3"])  # fmt: skip
+def test_the_targets_distribution_is_kept(world: World, temperature: float, coupling: Coupling) -> None:
+    """Over rounds that end and rounds that go on: four tokens are pre-verified, verified and late."""
+    assert p_value(world, 1000, temperature, coupling) > 1e-3
+
+
+def test_tokens_per_round_are_the_closed_form_at_the_best_acceptance() -> None:
+    """Guesses are right as often as any rule can have it, 1 - TV. Compared with the target's own draw by the same
+    number, they would be in 0.7 of all cases."""
+    p, q = torch.tensor([0, 0.25, 0.25, 0.25, 0.25]), torch.tensor([0, 0.4, 0.2, 0.2, 0.2])
+    world, best = World(p.log().expand(5, -1), q.log().expand(5, -1)), float(torch.minimum(p, q).sum())
+    requests, rounds = told(world, 200, 1.0, "inverse", 80)
+    tokens = sum(request.n_out - 1 for request in requests)
+    assert tokens / rounds == pytest.approx(expected(best, 3), rel=0.03)
+    assert expected(0.7, 3) < 0.8 * expected(best, 3)
+
+
+def plant(name: str, patch: pytest.MonkeyPatch) -> None:
+    if name == "late guesses are taken as they are":
+        real = loop._with
+        patch.setattr(loop, "_with", lambda draft, late: replace(real(draft, late), q=torch.cat((
+            *([] if draft.q is None else [draft.q]), torch.full_like(late.q, 1e-9)))))  # fmt: skip
+    else:
+        real_then = Guesses.then
+        patch.setattr(Guesses, "then", lambda self, more: replace(
+            each := real_then(self, more), q=None if each.q is None else each.q.roll(1, 0)))  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["late guesses are taken as they are", "each has another one's probabilities"])
+def test_a_planted_bias_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(name, monkeypatch)
+    assert p_value(TWO, 1500, 1.0, "inverse") < 1e-6
 
 
 def test_it_works_by_its_name_alone() -> None:

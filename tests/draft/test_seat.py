@@ -4,6 +4,7 @@ token changes."""
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 
 from phasewise.child import Channel
 from phasewise.methods.draft import _seat
@@ -26,6 +28,7 @@ from phasewise.methods.draft.pearl import PEARL, _Pearl
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.verbs.place import Placed
+from phasewise.verbs.sample import Purpose, pick, uniform
 from tests import tiny
 from tests.draft.relatives import relative
 
@@ -78,8 +81,24 @@ def test_guesses_are_those_of_a_model_that_reads_everything_anew() -> None:
             ]
         found = here.work(orders)
         assert found == [desk().work([each])[0] for each in orders]
-        assert [len(guesses) for guesses in found] == [each.guesses for each in orders]
-        known = {each.key: each.tokens + guesses[: 1 + step % 3] for each, guesses in zip(orders, found)}
+        assert [len(guesses.tokens) for guesses in found] == [each.guesses for each in orders]
+        known = {each.key: each.tokens + guesses.tokens[: 1 + step % 3] for each, guesses in zip(orders, found)}
+
+
+def test_what_guesses_were_drawn_from_comes_with_them_and_through_a_message() -> None:
+    """Of drawn ones; each row is the draft model's distribution there, and the guess is the number's draw from it."""
+    orders = [order(key, len(prompt), prompt, 3, RULES[key]) for key, prompt in enumerate(PROMPTS)]
+    plain, told = desk().work(orders), Desk(tiny.load("tiny-draft"), "standard", tells=True).work(orders)
+    assert [guesses.tokens for guesses in told] == [guesses.tokens for guesses in plain]
+    assert told[0].q is None and all(guesses.q is None for guesses in plain)
+    for guesses, rules in zip(told[1:], RULES[1:]):
+        assert guesses.q is not None and guesses.q.shape == (3, tiny.VOCAB)
+        torch.testing.assert_close(guesses.q.sum(-1), torch.ones(3))
+        at = len(PROMPTS[rules["seed"]])
+        us = [uniform(rules["seed"], at + i, Purpose.SAMPLE) for i in range(3)]
+        assert [pick(q, u) for q, u in zip(guesses.q, us)] == guesses.tokens
+        there = _seat._read(*json.loads(json.dumps(_seat._written(guesses))))
+        assert there.tokens == guesses.tokens and there.q is not None and torch.equal(there.q, guesses.q)
 
 
 def test_no_token_is_read_twice_while_guesses_hold() -> None:
@@ -88,7 +107,7 @@ def test_no_token_is_read_twice_while_guesses_hold() -> None:
         before = here.companion.own.rows
         (guesses,) = here.work([order(0, 30, tokens, 4, RULES[0])])
         assert here.companion.own.rows - before == (4 if before else 30 + 3)
-        tokens += guesses
+        tokens += guesses.tokens
     assert here.passes == 6 * 4
     here.work([order(0, 30, [*tokens[:-2], 5], 1, RULES[0])])
     assert here.companion.own.rows - before == 4 + 1, "a rejection costs the row of the token that came instead"

@@ -40,6 +40,7 @@ SCHEDULES = [spell("schedule", name, tight("schedule", name)) for name in catalo
 DRAFTS = {name: spell("draft", name, tight("draft", name)) for name in catalog.names("draft")} | {
     "draft_model chunks": "draft_model:model=tiny-draft,k=3,chunk=16",  # it lags behind long prompts for some steps
     "draft_model tree": "draft_model:model=tiny-draft,k=3,branches=3",
+    "pearl drawn": "pearl:model=tiny-draft,k=3,where=inline,judged=drawn",
     "prompt_lookup tree": "prompt_lookup:min_match=1,branches=2",
 }
 FORGETFUL = {  # what they have learned of a request is lost with all else in a preemption, and shapes their guesses

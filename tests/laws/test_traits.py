@@ -31,6 +31,7 @@ OWN = {
     ("decode.augment", "single_rows"): "latents come together",
     ("draft.paced", "idles"): "it looks at nobody whose size is 0",
     ("draft.rasd", "idles"): "both must",
+    ("draft.rasd", "late"): "what follows a base's chain does not follow the tree",
     ("draft.rasd", "drawn"): "it is the base that draws: a source that does is refused when it is bound",
     ("store.cachegen", "inner"): "it names the part itself",
 }

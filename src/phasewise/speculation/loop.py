@@ -14,7 +14,7 @@ from phasewise.step.phase import Hidden, Phase
 from phasewise.step.read import FEW
 from phasewise.step.span import Span, ancestors, depths
 from phasewise.verbs.decode import Decode, Outcome, catching_up, draw_outcomes, slice_span
-from phasewise.verbs.draft import headroom, judged
+from phasewise.verbs.draft import Draft, headroom, judged
 from phasewise.verbs.host import Host
 from phasewise.verbs.sample import (
     NOTHING,
@@ -31,7 +31,7 @@ from phasewise.verbs.verify import Shown
 
 if TYPE_CHECKING:
     from phasewise.request.request import Request
-    from phasewise.verbs.draft import Draft, Drafter
+    from phasewise.verbs.draft import Drafter
     from phasewise.verbs.verify import Verifier
 
 
@@ -122,6 +122,7 @@ class Speculation(Decode):
         if "thoughts" in self._wants:
             drafter.think()
         self._always = not traits.idles
+        self._late = traits.late and not traits.wants  # nothing is shown of a row that was not computed
         self._guessing = True  # whether the drafter is to be asked in this step
 
     def reach(self, context: int) -> int:
@@ -188,7 +189,7 @@ class Speculation(Decode):
 
     def accept(self, spans: Sequence[Span], hidden: Hidden) -> list[Outcome]:
         self._guessing = self._always
-        if not (self._top or self._wants) and all(span.note is None for span in spans):
+        if not (self._top or self._wants or self._late) and all(span.note is None for span in spans):
             outcomes = draw_outcomes(self.host, spans, hidden)
             self.drafter.learn(spans, hidden, outcomes)
             return outcomes
@@ -241,8 +242,10 @@ class Speculation(Decode):
         def rng(depth: int, purpose: int, index: int = 0) -> float:
             return uniform(seed, known + depth, purpose, index)
 
-        if span.note is None:
-            if not judged(span):
+        rows = len(judged(span))
+        late = self.drafter.late(span.request) if self._late and rows and not span.sure else None
+        if span.note is None and late is None:
+            if not rows:
                 return Outcome(span.rows, [])
             certain = len(span.sure)
             u = 0.0 if dist.greedy(row) else rng(certain, Purpose.SAMPLE)
@@ -250,10 +253,14 @@ class Speculation(Decode):
             if token == NOTHING:
                 raise nothing_left(span.request, certain)
             return Outcome(span.rows, [*span.sure, token], certain, certain)
-        rows = len(judged(span))
-        draft: Draft = span.note.cut(rows - 1)
+        draft: Draft = Draft([], []) if span.note is None else span.note.cut(rows - 1)
         told: Sequence[Shown] = [shown] if self._wants else []
-        path, token = self.verifier(draft, dist.part(row, row + rows), rng, *told)
+        if late is None:
+            path, token = self.verifier(draft, dist.part(row, row + rows), rng, *told)
+        else:
+            path, token = self.verifier(_with(draft, late), dist.part(row, row + rows).longer(), rng)
+            if len(draft.tokens) in path:  # what was drawn behind it means nothing
+                path, token = path[:-1], late.tokens[0]
         if token == NOTHING:
             raise nothing_left(span.request, len(path))
         keep: int | list[int] = [0, *(node + 1 for node in path)]
@@ -261,6 +268,13 @@ class Speculation(Decode):
             keep = len(path) + 1
         tokens = [*(draft.tokens[node] for node in path), token]
         return Outcome(keep, tokens, drafted=len(draft.tokens), accepted=len(path))
+
+
+def _with(draft: Draft, late: Draft) -> Draft:
+    """A chain of drawn guesses with one more behind it."""
+    assert late.q is not None and (draft.q is not None or not draft.tokens)
+    q = late.q if draft.q is None else torch.cat((draft.q, late.q))
+    return Draft.chain(draft.tokens + late.tokens, late.drawn, q)
 
 
 def _name(method: Any) -> str:

@@ -161,6 +161,14 @@ class Drafter(ABC):
         """Returns True if guesses for this request may be drawn, with a `q`. Drafters with `Traits.drawn` are asked."""
         return True
 
+    def late(self, request: Request) -> Draft | None:
+        """A guess for the token after the last node of its draft, or after the pending token if it had none; one node.
+
+        Asked by verifiers of drawn guesses once the pass is over, of drafters with `Traits.late` whose drafts are
+        chains. The model has no row behind this guess, so that nothing is judged there.
+        """
+        return None
+
     def reach(self, context: int) -> int:
         """Positions that a text may have, where the model's context is `context`."""
         return context

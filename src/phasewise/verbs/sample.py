@@ -104,6 +104,10 @@ class Dist:
         probs = self.probs[self._row[sampled[0]] : self._row[sampled[-1]] + 1]
         return Dist(self.top[start:end], self.vocab, [row - start for row in sampled], probs, self.coupling)
 
+    def longer(self) -> Dist:
+        """These rows and one more, a point of any token: what follows a guess behind which nothing was computed."""
+        return Dist([*self.top, 0], self.vocab, list(self._row), self.probs, self.coupling)
+
     def greedy(self, row: int) -> bool:
         return row not in self._row
 

@@ -64,6 +64,7 @@ class Traits:
 
     # drafting and verification
     drawn: bool = True  # draft: guesses may be drawn, and then have a `q`
+    late: bool = False  # draft: one more may come after the pass that judges the others (`Drafter.late`)
     max_nodes: int = MARGIN  # draft: the largest draft
     candidates: int = 0  # draft: `learn` is given so many likeliest tokens after every judged row
     idles: bool = False  # draft: it need not be asked in a step for which each `size` was 0

@@ -7,6 +7,7 @@ hangs up.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import logging
 import weakref
@@ -16,17 +17,18 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from phasewise.child import Channel, Child, name_process
-from phasewise.methods.draft._desk import Desk, Order
+from phasewise.methods.draft._desk import Desk, Guesses, Order
 from phasewise.model.model import Model
 from phasewise.speculation.companion import common
 
 log = logging.getLogger(__name__)
 LIVES = 3  # processes that may die one after the other without an answer
 LOADING, SILENT = 600.0, 60.0  # seconds without a word, before its first one and later, after which it counts as dead
-Answers = dict[int, list[int]]  # by key
+Answers = dict[int, Guesses]  # by key
 
 
 class Seat(ABC):
@@ -43,14 +45,14 @@ class Seat(ABC):
         if orders:
             self._post(orders)
 
-    def hear(self, key: int) -> list[int]:
+    def hear(self, key: int) -> Guesses:
         """The guesses of the order that is out, when they are there; none without an order, or without a desk."""
         while key in self._awaited:
             answers, passes = self._next()
             heard = [each for each in answers if self._awaited.pop(each, None) is not None]
             self._answers |= {each: answers[each] for each in heard}
             self.passes += passes if heard else 0
-        return self._answers.pop(key, [])
+        return self._answers.pop(key, Guesses())
 
     def forget(self, key: int) -> None:
         self._awaited.pop(key, None)
@@ -95,7 +97,7 @@ class Inline(Seat):
             found = self.desk.work(message)
         except Exception:  # as when the process dies of it: no guesses
             log.exception("the draft model failed, and guesses nothing for this step")
-            found = [[] for _ in message]
+            found = [Guesses() for _ in message]
         return {order.key: guesses for order, guesses in zip(message, found)}, self.desk.passes - before
 
     def _forget(self, key: int) -> None:
@@ -120,6 +122,7 @@ class Furniture:
     device: str
     sample: str
     threads: int
+    tells: bool = False  # what guesses were drawn from
 
 
 class Process(Seat):
@@ -174,7 +177,7 @@ class Process(Seat):
         if "answers" not in message:
             return {}, 0
         self._deaths = 0
-        return dict(message["answers"]), message["passes"]
+        return {key: _read(*guesses) for key, *guesses in message["answers"]}, message["passes"]
 
     def _forget(self, key: int) -> None:
         if self._told.pop(key, None) is not None and self._children:
@@ -197,8 +200,9 @@ class Process(Seat):
         self._deaths += 1
         words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         if self._deaths >= LIVES:
-            log.warning("the draft model's process was lost again (%s): from here on nothing is guessed, and tokens "
-                        "are the same", words)  # fmt: skip
+            same = "sampled tokens have the same distribution" if self.furniture.tells else "tokens are the same"
+            log.warning("the draft model's process was lost again (%s): from here on nothing is guessed, and %s",
+                        words, same)  # fmt: skip
         else:
             log.warning("the draft model's process was lost (%s): it is started again, and tokens are the same", words)
         self._post(list(self._awaited.values()))
@@ -208,6 +212,19 @@ def _dismiss(children: list[Child]) -> None:
     for child in children:
         child.kill()  # it has nothing to save
     children.clear()
+
+
+# ---- guesses in a message: their tokens, and the bytes of their q
+def _written(guesses: Guesses) -> tuple[list[int], str]:
+    q = b"" if guesses.q is None else guesses.q.float().cpu().numpy().tobytes()
+    return guesses.tokens, base64.b64encode(q).decode()
+
+
+def _read(tokens: list[int], q: str) -> Guesses:
+    if not q:
+        return Guesses(tokens)
+    rows = np.frombuffer(bytearray(base64.b64decode(q)), np.float32)
+    return Guesses(tokens, torch.from_numpy(rows).view(len(tokens), -1))
 
 
 # ---- in the process
@@ -229,7 +246,7 @@ def serve(channel: Channel, desk: Desk) -> None:
             orders.append(Order(key, *texts[key], guesses))
         if orders:
             before = desk.passes
-            found = [[order.key, guesses] for order, guesses in zip(orders, desk.work(orders))]
+            found = [[order.key, *_written(guesses)] for order, guesses in zip(orders, desk.work(orders))]
             try:
                 channel.send({"answers": found, "passes": desk.passes - before})
             except OSError:
@@ -242,7 +259,8 @@ def work(channel: Channel, **configuration: Any) -> None:
     furniture = Furniture(**configuration)
     torch.set_num_threads(furniture.threads)
     dtype = getattr(torch, furniture.dtype)
-    desk = Desk(Model.load(furniture.path, dtype=dtype, device=furniture.device), furniture.sample)
+    model = Model.load(furniture.path, dtype=dtype, device=furniture.device)
+    desk = Desk(model, furniture.sample, furniture.tells)
     with contextlib.suppress(OSError):
         channel.send({})  # it is there
         serve(channel, desk)

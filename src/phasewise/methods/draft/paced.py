@@ -124,6 +124,9 @@ class Pacer(Drafter):
     def draws(self, request: Request) -> bool:
         return self.of.draws(request)
 
+    def late(self, request: Request) -> Draft | None:
+        return self.of.late(request)  # drawn guesses are left as they are, and no other verifier minds
+
     def sort(self, request: Request) -> int:
         return self.of.sort(request)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from phasewise import catalog
 from phasewise.errors import UserError
-from phasewise.methods.draft._desk import Desk, Order
+from phasewise.methods.draft._desk import Desk, Guesses, Order
 from phasewise.methods.draft._seat import Furniture, Inline, Process, Seat
 from phasewise.model.model import Model
 from phasewise.request.drawer import Drawer
@@ -38,20 +38,25 @@ class PEARL(Method):
     of the target takes.
 
     What is guessed hangs on a request's tokens and rounds, never on time: the engine waits for the draft model. Guesses
-    are drawn by the request's own rules with the target's own random numbers (arXiv 2408.07978), and are then compared,
-    as chosen ones are: with `--sample standard:coupling=gumbel` more of them are right. `where=process` gives the draft
+    are drawn by the request's own rules with the target's own random numbers (arXiv 2408.07978). With `judged=equal`
+    they are then compared, as chosen ones are: with `--sample standard:coupling=gumbel` more of them are right. With
+    `judged=drawn` each comes with the probabilities that it was drawn from, so that the verifier may accept it by
+    rejection sampling, as in the paper. The first new guess then takes part in drawing the token that follows a draft.
+    That accepts more, tokens follow the target's distribution and are no longer those of plain decoding, and a
+    process sends four bytes per token of the vocabulary with each guess. `where=process` gives the draft
     model `threads` of its own: leave the cores for them (`OMP_NUM_THREADS`), or target and draft wait for each other's.
     `where=inline` takes turns with the target, for the same tokens and counters. A process that dies is replaced, and
     after three in a row nothing is guessed any more, with a warning. The draft model's KV lies in its process, and
     `--kv-bytes` does not count it: a row for every token of the requests that are decoding. The first request waits for
-    the process to load. Left out: probabilities sent along for rejection sampling, and a `k` that is measured.
+    the process to load. Left out: a `k` that is measured.
     """
 
     model: str = "pocket-draft"
     k: int = 4
     where: Literal["process", "inline"] = "process"
     threads: int = 1  # of the process
-    chunk: int = 512  # prompt tokens the draft model computes per step while it lags behind
+    chunk: int = 512  # prompt tokens the draft model computes per step while it lags behind; judged=drawn: all
+    judged: Literal["equal", "drawn"] = "equal"
 
     paper: ClassVar[str] = "arXiv 2408.11850"
     guarantee: ClassVar[str] = "exact"
@@ -63,10 +68,17 @@ class PEARL(Method):
         for knob, least in (("k", 2), ("threads", 1), ("chunk", 1)):
             if getattr(self, knob) < least:
                 raise UserError(f"pearl: {knob}={getattr(self, knob)} must be at least {least}")
+        if self.judged not in ("equal", "drawn"):
+            raise UserError(f"pearl: judged={self.judged} must be equal or drawn")
 
     @property
     def traits(self) -> Traits:
-        return Traits("draft", drawn=False, max_nodes=self.k - 1)
+        return Traits("draft", drawn=self.tells, late=self.tells, max_nodes=self.k - 1)
+
+    @property
+    def tells(self) -> bool:
+        """Whether guesses come with what they were drawn from."""
+        return self.judged == "drawn"
 
     def bind(self, host: Host) -> _Pearl:
         second = host.load(self.model)
@@ -80,9 +92,9 @@ class PEARL(Method):
 
     def _seat(self, second: Model, sample: str) -> Seat:
         if self.where == "inline":
-            return Inline(Desk(second, sample))
+            return Inline(Desk(second, sample, self.tells))
         dtype = str(second.dtype).removeprefix("torch.")
-        return Process(Furniture(str(second.files.path), dtype, str(second.device), sample, self.threads))
+        return Process(Furniture(str(second.files.path), dtype, str(second.device), sample, self.threads, self.tells))
 
 
 def _sampling(sample: Any) -> str:
@@ -104,28 +116,37 @@ class _Line(Drawer):
     about: dict[str, Any] = field(default_factory=dict)
     known: int = 0
     read: int = 0  # tokens that the draft model has been told of
-    stream: list[int] = field(default_factory=list)
+    stream: Guesses = field(default_factory=Guesses)
+    proposed: int = 0  # of the stream, in this round
+    heard: Guesses | None = None  # what has come to go on with the stream, if it was asked for before the round's end
 
-    def follow(self, tokens: Sequence[int], guesses: Sequence[int]) -> None:
-        """The request has these tokens now, and these guesses have come to go on with the stream."""
-        new, expected = list(tokens[self.known :]), self.stream + list(guesses)
-        self.stream = expected[len(new) :] if expected[: len(new)] == new else []
-        self.known = len(tokens)
+    def hear(self) -> Guesses:
+        """What has come to go on with the stream; waits for it."""
+        if self.heard is None:
+            self.heard = self.seat.hear(self.key)
+        return self.heard
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """The request has these tokens now: a new round begins."""
+        new, expected = list(tokens[self.known :]), self.stream.then(self.hear())
+        self.stream = expected.part(len(new)) if expected.tokens[: len(new)] == new else Guesses()
+        self.known, self.heard = len(tokens), None
 
     def order(self, request: Request, knobs: PEARL, context: int) -> Order | None:
         """The work of the draft model while the stream's beginning is verified; a long prompt is read in pieces
         first."""
         if request.known >= context:
             return None  # of the draft model, which may be the shorter
-        if request.known - self.read > knobs.chunk:
+        whole = knobs.tells and not request.params.greedy  # which guesses are made may not hang on the number of steps
+        if request.known - self.read > knobs.chunk and not whole:
             self.read += knobs.chunk
             return Order(self.key, self.about, request.tokens[: self.read], 0)
-        ahead = len(self.stream)
+        ahead = len(self.stream.tokens)
         n = min(knobs.k, 2 * knobs.k - 1 - ahead, headroom(request) - ahead, context - request.known - ahead)
         if n < 1:
             return None
         self.read = request.known + ahead
-        return Order(self.key, self.about, request.tokens + self.stream, n)
+        return Order(self.key, self.about, request.tokens + self.stream.tokens, n)
 
     def fork(self) -> _Line:
         return _Line(self.seat)  # it begins with a pre-verify
@@ -140,20 +161,33 @@ class _Pearl(Drafter):
 
     def __init__(self, knobs: PEARL, host: Host, seat: Seat, context: int) -> None:
         self.knobs, self.host, self.seat, self.context = knobs, host, seat, context
-        self._keys = count()
+        self._keys, self._passes = count(), seat.passes
 
     def size(self, request: Request) -> int:
         return min(self.knobs.k - 1, headroom(request))
 
     def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
-        lines, passes = [self._line(request) for request in requests], self.seat.passes
+        lines = [self._line(request) for request in requests]
         for request, line in zip(requests, lines):
-            line.follow(request.tokens, self.seat.hear(line.key))
-        self.host.counters.draft_forwards += self.seat.passes - passes
+            line.follow(request.tokens)
+        self._count()
         sizes = [min(self.size(request), budget) for request, budget in zip(requests, budgets)]
         orders = [line.order(request, self.knobs, self.context) for request, line in zip(requests, lines)]
         self.seat.post([order for order in orders if order is not None])  # worked on while the target runs
-        return [Draft.chain(line.stream[:size]) if size > 0 else None for line, size in zip(lines, sizes)]
+        for line, size in zip(lines, sizes):
+            line.proposed = min(max(0, size), len(line.stream.tokens))
+        return [_chain(line.stream.part(0, line.proposed)) if line.proposed else None for line in lines]
+
+    def draws(self, request: Request) -> bool:
+        return self.knobs.tells and not request.params.greedy
+
+    def late(self, request: Request) -> Draft | None:
+        line: _Line | None = request.state.get(NAME)
+        if line is None or not line.about or line.known != request.known:
+            return None  # it was not asked in this step
+        next_one = line.stream.then(line.hear()).part(line.proposed, line.proposed + 1)
+        self._count()
+        return _chain(next_one) if next_one.tokens and next_one.q is not None else None
 
     def learn(
         self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome], tops: Tensor | None = None
@@ -163,6 +197,11 @@ class _Pearl(Drafter):
     def close(self) -> None:
         self.seat.close()
 
+    def _count(self) -> None:
+        """Add the draft model's passes that were heard of since the last time."""
+        self.host.counters.draft_forwards += self.seat.passes - self._passes
+        self._passes = self.seat.passes
+
     def _line(self, request: Request) -> _Line:
         line: _Line | None = request.state.get(NAME)
         if line is None:
@@ -170,3 +209,9 @@ class _Pearl(Drafter):
         if not line.about:
             line.key, line.about = next(self._keys), request.header() | {"tokens": []}
         return line
+
+
+def _chain(guesses: Guesses) -> Draft:
+    if guesses.q is None:
+        return Draft.chain(guesses.tokens)
+    return Draft.chain(guesses.tokens, "without_replacement", guesses.q)

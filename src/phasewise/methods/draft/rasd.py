@@ -57,7 +57,7 @@ class RASD(Method):
         base, source = self.base.traits, self.source.traits
         return replace(
             joined(base, source), drawn=base.drawn, max_nodes=base.max_nodes + source.max_nodes,
-            idles=base.idles and source.idles,
+            idles=base.idles and source.idles, late=False,
         )  # fmt: skip
 
     def bind(self, host: Host) -> Fusion:
@@ -92,6 +92,9 @@ class Fusion(Drafter):
 
     def draws(self, request: Request) -> bool:
         return self.base.draws(request)
+
+    def late(self, request: Request) -> None:
+        """None: behind a tree of two drafters' guesses nobody's next one is known."""
 
     def sort(self, request: Request) -> int:
         return self.base.sort(request)

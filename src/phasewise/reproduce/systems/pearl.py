@@ -19,8 +19,8 @@ K, TEMPERATURE = 3, 1.0
 LOAD = loads.answering("json", "arithmetic", "list", n=16)
 
 
-def beside(model: str, where: str = "inline") -> Setting:
-    return Setting({"draft": f"pearl:model={model},k={K},where={where}"}, most=1)
+def beside(model: str, where: str = "inline", judged: str = "drawn") -> Setting:
+    return Setting({"draft": f"pearl:model={model},k={K},where={where},judged={judged}"}, most=1)
 
 
 def writing(asked: PromptSource) -> list[LoadEntry]:
@@ -31,6 +31,10 @@ def writing(asked: PromptSource) -> list[LoadEntry]:
 def hot(asked: PromptSource) -> list[LoadEntry]:
     """The same questions, answered at a temperature."""
     return [replace(entry, temperature=TEMPERATURE) for entry in LOAD(asked)]
+
+
+def hot_writing(asked: PromptSource) -> list[LoadEntry]:
+    return [replace(entry, temperature=TEMPERATURE) for entry in writing(asked)]
 
 
 def passes(case: Case, run: PlayedRun) -> float:
@@ -56,10 +60,11 @@ def expected(case: Case) -> float:
 
 
 def twins(lab: Lab) -> AttemptOutcome:
-    """The same load with the draft model in a process of its own."""
+    """The same load, greedy and sampled, with the draft model in a process of its own."""
     found = []
     for where in ("inline", "process"):
-        run = lab.play(beside("pocket-draft", where), LOAD(lab.asked("pocket")), "pocket", "float32")
+        load = LOAD(lab.asked("pocket")) + hot(lab.asked("pocket"))
+        run = lab.play(beside("pocket-draft", where), load, "pocket", "float32")
         found.append((run.outs, run.work.as_dict()))
     (outs, work), (other_outs, other_work) = found
     off = [name for name in work if work[name] != other_work[name]]
@@ -67,6 +72,18 @@ def twins(lab: Lab) -> AttemptOutcome:
     return AttemptOutcome(
         outs == other_outs and not off, f"{words}, {', '.join(off) + ' off' if off else 'all counters equal'}"
     )
+
+
+def compared(lab: Lab) -> AttemptOutcome:
+    """Passes per token of guesses judged by what they were drawn from, and of those compared with the target's draw.
+    Over code: in short answers there is little to choose, and both are right equally often."""
+    each = {}
+    for judged in ("drawn", "equal"):
+        load = [entry for number in range(2) for entry in hot_writing(lab.asked("pocket", number))]
+        run = lab.play(beside("pocket-draft", judged=judged), load, "pocket")
+        each[judged] = run.work.forwards / run.work.emitted
+    drawn, equal = each.values()
+    return AttemptOutcome(drawn < equal, f"{drawn:.3f} against {equal:.3f}")
 
 
 def against_plain(lab: Lab) -> AttemptOutcome:
@@ -126,6 +143,7 @@ SYSTEM = System(
                 lambda case: case.work.forwards, lambda case: case.work.emitted - case.work.accepted),
         Counter("tokens per round", "[1/a + 1/(1 - a)] / [1/a + 1/(1 - a^k)] at the acceptance measured", per_round,
                 expected, within=0.1, load=writing),
+        Counter(f"tokens per round, T={TEMPERATURE:g}", "the same", per_round, expected, within=0.1, load=hot_writing),
         Counter("passes of the draft model", f"{K} a round", lambda case: case.work.draft_forwards,
                 lambda case: K * len(rounds(case)), bound="at most"),
     ),
@@ -136,6 +154,8 @@ SYSTEM = System(
     ),
     attempts=(
         Attempt("exact", "the draft model in a process of its own", "the twin's tokens and counters", twins),
+        Attempt("mechanism", f"passes per token of code, T={TEMPERATURE:g}, guesses judged by what they were drawn "
+                "from, against guesses compared with the target's own draw", "less", compared),
         Attempt("time", "time per token, both models padded, a core for each, against plain decoding on one",
                 "above 1 in every round", against_plain),
         Attempt("time", "time per token, both models padded, a core for each, against drafting in turns on one",
