@@ -6,6 +6,7 @@ How far off it may be follows from how queries and weights are rounded: see `bou
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ from tests.ops.test_native_sealed import Truth, hold
 
 SHAPES = [(9, 3, 64), (4, 4, 32), (8, 2, 128), (5, 1, 96), (2, 2, 256), (16, 1, 64), (20, 2, 32)]  # heads_q, heads, dim
 FORMS = [Classed(4, 2, 100, 60), Classed(8, 4, 8, 3), Classed(8, 2, 65, 64), Classed(2, 2, 200, 0), Classed(4, 4, 7, 7)]
+FORMS += [replace(FORMS[at], by_channel=True) for at in range(5)]
 SCALE = 0.2
 
 
@@ -40,7 +42,8 @@ def target(request: pytest.FixtureRequest) -> Iterator[str]:
 
 class Kept(NamedTuple):
     """A span as the kernel reads it; what keys and values are, float64 [H, N, D]; and of either what a level is worth
-    in that slot, before it is scaled, float64 [slots], with the scales [H, D] and levels [H, slots, D]."""
+    in that slot, before it is scaled, float64 [slots], with the scales [H, D] and levels [H, slots, D]. Keys by channel
+    have a scale for each slot, [H, slots, D], and steps of 1."""
 
     few: Few
     whole: tuple[Tensor, Tensor]
@@ -87,8 +90,15 @@ def make(
         opened = format.open(side, [*there, *settled], KVShape(heads, dim, torch.float64))
         whole.append(torch.cat((opened, raw[:, count:].double()), 1))
         sides.append(lying[side].side([*planes, *settled], count, format.rows))
-        scales.append(settled[0].double().view(heads, dim))
-        steps.append(by_slot(format, there, [p[..., None].double() for p in (there[1], there[4])])[:, 0])
+        if settled:
+            scales.append(settled[0].double().view(heads, 1, dim))
+            steps.append(by_slot(format, there, [p[..., None].double() for p in (there[1], there[4])])[:, 0])
+        else:
+            worth = zip((there[1], there[4]), format.classes)
+            own = [p.double()[:, :, None].expand(-1, -1, n, -1) for p, (n, _) in worth]
+            own = [p if p.shape[2] else p.new_empty((1, blocks, 0, heads * dim)) for p in own]
+            scales.append(by_slot(format, there, own).view(count, heads, dim).transpose(0, 1))
+            steps.append(torch.ones(count, dtype=torch.float64))
         data = [unpack(there[at], heads * dim, bits).double() for at, (_, bits) in zip((3, 6), format.classes)]
         levels.append(by_slot(format, there, data).view(count, heads, dim).transpose(0, 1))
     base = count if start is None else start
@@ -128,14 +138,15 @@ def bounds(kept: Kept, softcap: float = 0.0, window: int | None = None) -> Truth
     group, packed = few.q.shape[1] // k.shape[0], kept.steps[KEYS].shape[0]
     q, mask = few.q.double().transpose(0, 1), sight(few, window)  # [Hq, R, D]
     wide = [x.repeat_interleave(group, 0) for x in (k, v)]
-    scale = [x.repeat_interleave(group, 0)[:, None] for x in kept.scales]  # [Hq, 1, D]
+    scale = [x.repeat_interleave(group, 0) for x in kept.scales]  # [Hq, 1 or slots, D]
     scores = q @ wide[KEYS].mT * SCALE
     off = 6e-6 * (q.abs() @ wide[KEYS].abs().mT)
-    largest = (q * scale[KEYS]).abs().amax(-1, keepdim=True)  # [Hq, R, 1]
+    met = (q[:, :, None] * scale[KEYS][:, None]).abs()  # [Hq, R, 1 or slots, D]
+    largest = met.amax(-1)
     sums = kept.levels[KEYS].sum(-1).repeat_interleave(group, 0)[:, None]  # [Hq, 1, slots]
-    ends = (wide[KEYS][:, :packed] / scale[KEYS]).abs().amax(-1)[:, None]
+    ends = (wide[KEYS][:, :packed] / scale[KEYS].clamp(min=1e-30)).abs().amax(-1)[:, None]
     off[..., :packed] += 1.01 * largest / 65024 * sums * kept.steps[KEYS]
-    off[..., :packed] += 1e-5 * (q * scale[KEYS]).abs().sum(-1, keepdim=True) * (ends + kept.steps[KEYS] * 255)
+    off[..., :packed] += 1e-5 * met.sum(-1) * (ends + kept.steps[KEYS] * 255)
     off *= SCALE
     if softcap:
         scores = softcap * (scores / softcap).tanh()
@@ -156,7 +167,7 @@ def bounds(kept: Kept, softcap: float = 0.0, window: int | None = None) -> Truth
     return Truth(want, want_lse, ((bound, most), (bound, most)))
 
 
-@pytest.mark.parametrize(("draw", "sets"), drawn(5, 3))
+@pytest.mark.parametrize(("draw", "sets"), drawn(10, 3))
 @NATIVE
 def test_near_exact_sums(draw: int, sets: list[str]) -> None:
     """Single rows, several, trees; nothing packed, less than a block to more than a part; beside one another."""
@@ -180,17 +191,19 @@ def test_near_the_plain_twin() -> None:
 @pytest.mark.parametrize("softcap", [0.5, 20.0])
 @pytest.mark.usefixtures("target")
 def test_capped_scores(softcap: float) -> None:
-    kept = make((6, 2, 64), FORMS[0], 3, 700, 5)
-    out, lse = spans.attend([kept.few], SCALE, with_lse=True, softcap=softcap)
-    check(out, lse, kept, softcap=softcap)
+    for form in (FORMS[0], FORMS[5]):
+        kept = make((6, 2, 64), form, 3, 700, 5)
+        out, lse = spans.attend([kept.few], SCALE, with_lse=True, softcap=softcap)
+        check(out, lse, kept, softcap=softcap)
 
 
 @pytest.mark.parametrize("window", [3, 300])
 @pytest.mark.usefixtures("target")
 def test_windows(window: int) -> None:
-    kept = make((9, 3, 96), FORMS[0], 5, 1500, 7)
-    out, lse = spans.attend([kept.few], SCALE, window, with_lse=True)
-    check(out, lse, kept, window=window)
+    for form in (FORMS[0], FORMS[5]):
+        kept = make((9, 3, 96), form, 5, 1500, 7)
+        out, lse = spans.attend([kept.few], SCALE, window, with_lse=True)
+        check(out, lse, kept, window=window)
 
 
 @settings(max_examples=4, deadline=None)
@@ -198,14 +211,15 @@ def test_windows(window: int) -> None:
     seed=st.integers(0, 10**6), n=st.integers(1, 1400), bits=st.sampled_from([(8, 2), (4, 2), (8, 4), (2, 2), (8, 8)]),
     rows=st.integers(1, 200), upper=st.floats(0, 1), together=st.integers(1, 40), heads=st.integers(1, 3),
     each=st.integers(1, 9), dim=st.sampled_from([32, 64, 96, 128]), threads=st.integers(1, 3), alike=st.booleans(),
+    by_channel=st.booleans(),
 )  # fmt: skip
 @pytest.mark.usefixtures("target")
 def test_mates_threads_and_cuts_change_no_bit(
     seed: int, n: int, bits: tuple[int, int], rows: int, upper: float, together: int, heads: int, each: int, dim: int,
-    threads: int, alike: bool,
+    threads: int, alike: bool, by_channel: bool,
 ) -> None:  # fmt: skip
     """Any pattern of classes; beside spans of other forms, and of rows as they were made; and rows by themselves."""
-    format, shape = Classed(*bits, rows, round(upper * rows)), (heads * each, heads, dim)
+    format, shape = Classed(*bits, rows, round(upper * rows), by_channel), (heads * each, heads, dim)
     sizes = [(1, 0), (4, 500), (12, 12)]
     batch = [make(shape, format, some, n + more, seed + some, together=together, alike=alike) for some, more in sizes]
     other = make(shape, FORMS[2], 3, 70, seed + 1)

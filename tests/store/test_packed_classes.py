@@ -28,6 +28,7 @@ EVERY: dict[str, dict[str, Any]] = {
     "4 and 2": {"gap": GAP, "important": 0.5},
     "8 and 4": {"gap": GAP, "important": 0.25, "high": 8, "low": 4},
     "all alike": {"gap": 13, "important": 0.0},
+    "keys by row": {"gap": GAP, "important": 0.5, "keys": "row"},
 }
 KNOBS = pytest.mark.parametrize("knobs", EVERY.values(), ids=EVERY)
 
@@ -123,7 +124,9 @@ def test_what_is_sealed_is_what_each_layer_seals_by_itself(
     for turn, (side, x, saliency, settled) in enumerate(later):
         for i, layer in enumerate(one.kv.layers):
             assert layer.blocks is not None and isinstance(layer.blocks.format, Classed)
-            assert torch.equal(settled[0][i : i + 1], layer.blocks.settled[side].planes[0])
+            assert len(settled) == len(layer.blocks.settled[side].planes)
+            for one_plane, kept in zip(settled, layer.blocks.settled[side].planes):
+                assert torch.equal(one_plane[i : i + 1], kept)
             alone = sealed(layer.blocks.format, side, x[i], saliency[i], [plane[i : i + 1] for plane in settled])
             at = PROMPT // gap + turn // len(SIDES)
             for plane, new in zip(layer.blocks.buffers[side].planes, alone, strict=True):
@@ -190,6 +193,6 @@ def test_what_is_read_is_counted_packed() -> None:
         engine.step()
     for seen in range(prompt, prompt + new - 1):  # rows before a token's own
         sealed = seen // GAP * GAP
-        row = (numbers * (high + low) / 2 + 32 + 1) / 8
-        want += 4 * 2 * (sealed * row + (seen + 1 - sealed) * numbers * 2 + numbers * 2)
+        row = 2 * (numbers * (high + low) / 2 + 1) / 8 + 32 / 8 + 2 * numbers * 32 / 8 / GAP  # of both sides
+        want += 4 * (sealed * row + 2 * (seen + 1 - sealed) * numbers * 2 + numbers * 2)
     assert engine.counters.kv_bytes_read - before == want

@@ -92,22 +92,52 @@ def test_rows_with_larger_marks_get_more_bits() -> None:
     assert sorted(off.topk(6, largest=False).indices.tolist()) == sorted(upper), "wherever they lie, six of 24"
 
 
+@pytest.mark.parametrize("keys", ["row", "channel"])
 @pytest.mark.parametrize(("gap", "important"), [(5, 0.6), (100, 0.0), (100, 1.0)])
-def test_mean_bits_from_tensors(gap: int, important: float) -> None:
-    """Of packed rows: those of the classes, two ends for each row, a bit for its class; and one number per channel."""
+def test_mean_bits_from_tensors(gap: int, important: float, keys: str) -> None:
+    """Of packed rows: those of the classes, two ends for each row, a bit for its class; and one number per channel. Of
+    keys by channel: two ends for each channel of either class that has rows."""
     heads, dim, blocks = 2, 64, 3
     shape, upper = KVShape(heads, dim, torch.bfloat16), round(important * gap)
-    format = ZipCache(gap=gap, important=important).format()
+    format = ZipCache(gap=gap, important=important, keys=keys).format()  # type: ignore[arg-type]
     assert isinstance(format, Classed)
     x = torch.randn(heads, blocks * gap, dim)
-    settled = [plane[:, None] for plane in format.settle(KEYS, x)]
-    planes = format.seal_ranked(KEYS, x, torch.rand(blocks * gap), settled)
-    kinds = format.kinds(KEYS, form_of(format, shape))
-    assert [(tuple(p.shape[2:]), p.dtype) for p in planes] == [(tuple(tail), dtype) for tail, dtype in kinds]
-    bits = 8 * sum(plane.nbytes for plane in planes) / (blocks * gap * heads * dim)
-    mean = upper / gap * 4 + (1 - upper / gap) * 2
-    assert bits == pytest.approx(mean + 32 / (heads * dim) + 8 * -(-gap // 8) / (gap * heads * dim), rel=1e-12)
-    assert 8 * sum(plane.nbytes for plane in settled) == 16 * heads * dim
+    for side in SIDES:
+        settled = [plane[:, None] for plane in format.settle(side, x)]
+        planes = format.seal_ranked(side, x, torch.rand(blocks * gap), settled)
+        kinds = format.kinds(side, form_of(format, shape))
+        assert [(tuple(p.shape[2:]), p.dtype) for p in planes] == [(tuple(tail), dtype) for tail, dtype in kinds]
+        bits = 8 * sum(plane.nbytes for plane in planes) / (blocks * gap * heads * dim)
+        mean = upper / gap * 4 + (1 - upper / gap) * 2
+        by_channel = side == KEYS and keys == "channel"
+        ends = 32 / gap * (2 if 0 < upper < gap else 1) if by_channel else 32 / (heads * dim)
+        assert bits == pytest.approx(mean + ends + 8 * -(-gap // 8) / (gap * heads * dim), rel=1e-12)
+        assert 8 * sum(plane.nbytes for plane in settled) == (0 if by_channel else 16 * heads * dim)
+
+
+def test_keys_by_channel_are_off_by_half_a_step_of_their_channel_in_a_class() -> None:
+    """Worked out number by number: the ends of a channel are those of the rows that a block's share of a class holds;
+    channels that lie in different places do not spoil one another, as by row they do."""
+    x, marks = (
+        torch.randn(1, 24, 64, generator=torch.Generator().manual_seed(1)),
+        torch.rand(24, generator=torch.Generator().manual_seed(2)),
+    )
+    x += 10 * torch.randn(64, generator=torch.Generator().manual_seed(3))
+    format, shape = ZipCache(gap=8, high=4, low=2, important=0.25).format(), KVShape(1, 64, torch.float32)
+    assert isinstance(format, Classed)
+    back = format.open(KEYS, format.seal_ranked(KEYS, x, marks, []), shape)
+    upper = sorted(marks.topk(6).indices.tolist())
+    others = [row for row in range(24) if row not in upper]
+    for rows, each, bits in ((upper, 2, 4), (others, 6, 2)):
+        for first in range(0, len(rows), each):
+            mine = rows[first : first + each]
+            low, high = x[0, mine].amin(0), x[0, mine].amax(0)
+            room = (high - low) / (2**bits - 1) / 2 + 2e-3 * (low.abs() + high.abs())
+            assert ((back[0, mine] - x[0, mine]).abs() <= room).all()
+    by_row = replace(format, by_channel=False)
+    settled = [plane[:, None] for plane in by_row.settle(KEYS, x)]
+    rowwise = by_row.open(KEYS, [*by_row.seal_ranked(KEYS, x, marks, settled), *settled], shape)
+    assert 3 * float((back - x).norm()) < float((rowwise - x).norm())
 
 
 # ---- who matters
@@ -216,12 +246,28 @@ class Slow(Asking):
             upper = set(ranked[: len(marks) // GAP * UPPER])
             for row in range(len(marks)):
                 key = layer, side, at + row
-                if key not in self.known:
+                if side == VALUES and key not in self.known:
                     self.known[key] = self._row(x[:, at + row], self.scale[layer][side], HIGH if row in upper else LOW)
-                every[:, at + row] = self.known[key]
+            for bits, mine in ((HIGH, sorted(upper)), (LOW, sorted(set(range(len(marks))) - upper))):
+                each = UPPER if bits == HIGH else GAP - UPPER
+                for first in range(0, len(mine) if side == KEYS else 0, each):
+                    some = [at + row for row in mine[first : first + each]]
+                    if (layer, side, some[0]) not in self.known:
+                        back = self._channels(x[:, some], bits)
+                        self.known |= {(layer, side, row): back[:, i] for i, row in enumerate(some)}
+            for row in range(len(marks)):
+                every[:, at + row] = self.known[layer, side, at + row]
             at += len(marks)
         assert at == x.shape[1]
         return every
+
+    @staticmethod
+    def _channels(x: Tensor, bits: int) -> Tensor:
+        """Keys [h, n, D] of one class in a block: a channel lies between its own ends."""
+        low = x.amin(1).half().to(x.dtype)
+        step = ((x.amax(1) - low) / (2**bits - 1)).half().to(x.dtype)
+        levels = ((x - low[:, None]) / step[:, None].where(step[:, None] > 0, 1)).round().clamp(0, 2**bits - 1)
+        return levels * step[:, None] + low[:, None]
 
     @staticmethod
     def _row(x: Tensor, scale: Tensor, bits: int) -> Tensor:
@@ -326,15 +372,16 @@ def test_bytes_after_every_token(prompt: int) -> None:
         sealed = rows // GAP * GAP
         for layer in one.kv.layers:
             assert layer.blocks is not None and layer.blocks.counts == [sealed // GAP] * 2
-            assert layer.live_bytes == 2 * (sealed * packed_row() + (rows - sealed) * 32 * 2 + 32 * 2)
+            assert layer.live_bytes == packed_rows(sealed) + 2 * (rows - sealed) * 32 * 2
             assert layer.slabs[0].buffer.cap <= max(128, prompt + 64)
         one.feed([7])
     assert one.ledger.used == bytes_of([one])
 
 
-def packed_row(numbers: int = 32) -> float:
-    """Bytes of one side of a packed row, on average."""
-    return (numbers * (HIGH + LOW) / 2 + 32 + 1) / 8
+def packed_rows(rows: int, numbers: int = 32) -> float:
+    """Bytes of both sides of so many packed rows, and of the values' scales of channels."""
+    levels = 2 * (numbers * (HIGH + LOW) / 2 + 1) / 8
+    return rows * (levels + 32 / 8 + 2 * numbers * 32 / 8 / GAP) + 2 * numbers
 
 
 @pytest.mark.parametrize("prompt", [20, 130])
@@ -363,8 +410,8 @@ def test_what_is_read_is_counted_packed() -> None:
         engine.step()
     for seen in range(prompt, prompt + new - 1):  # rows before a token's own
         sealed = seen // GAP * GAP
-        side = sealed * packed_row(24) + (seen + 1 - sealed) * 24 * 4 + 24 * 2
-        want += 4 * side * (3 if (seen + 1) % GAP == 0 else 2)
+        both = packed_rows(sealed, 24) + 2 * (seen + 1 - sealed) * 24 * 4
+        want += 4 * both * (1.5 if (seen + 1) % GAP == 0 else 1)
     assert engine.counters.kv_bytes_read - before == want
 
 

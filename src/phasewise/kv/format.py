@@ -216,13 +216,15 @@ class Packing:
 class Classes:
     """The same of a side whose rows are of two classes, of so many `bits` [upper, lower] a number, all heads together:
     the planes [1, blocks, ...] are bits that say which rows are of the upper one, and of either class step and low,
-    float16 for each row, and levels; what is settled are the scales of channels."""
+    float16 for each row, and levels; what is settled are the scales of channels. `by_channel`, steps and lowest numbers
+    are instead those of each channel of a block's rows of the class, and nothing is settled."""
 
     bits: tuple[int, int]
+    by_channel: bool = False
 
     def side(self, planes: Sequence[Tensor], slots: int, rows: int) -> Side:
-        upper, step, low, levels, *others, scale = planes
-        rest = SecondClass(upper, scale, others[2], others[0], others[1], self.bits[1])
+        upper, step, low, levels, rest_step, rest_low, rest_levels, *scale = planes
+        rest = SecondClass(upper, scale[0] if scale else None, rest_levels, rest_step, rest_low, self.bits[1])
         return Side(levels, step, low, slots, rows, self.bits[0], 8 * levels.shape[-1] // self.bits[0], rest=rest)
 
     def fits(self, rows: int, dim: int) -> bool:

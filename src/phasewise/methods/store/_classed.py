@@ -1,5 +1,5 @@
-"""Blocks of rows in two classes of so many bits, rounded row by row with the channels brought to one scale: what
-ZipCache makes of rows."""
+"""Blocks of rows in two classes of so many bits, rounded row by row with the channels brought to one scale, or keys
+channel by channel: what ZipCache makes of rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from phasewise.kv.format import BlockCut, BlockFormat, Classes, Kind, KVShape, Raw
+from phasewise.kv.format import KEYS, SIDES, BlockCut, BlockFormat, Classes, Kind, KVShape, Raw
 from phasewise.ops.packing import LARGEST, dequantise, pack, packed, quantise, unpack
 
 
@@ -27,6 +27,9 @@ class Classed(_Packed, BlockFormat):
     A row's levels lie evenly between its smallest and its largest number, once every channel has been divided by what
     is settled for it: the root of its largest magnitude in the prompt. Planes: which rows are in the upper class, a bit
     each; then of either class steps and lowest levels float16, and levels.
+
+    With `by_channel` the keys' levels lie evenly between the smallest and the largest number that one channel has among
+    the rows that a block's share of a class holds: a step and a lowest level for each channel, and nothing is settled.
     """
 
     by_saliency: ClassVar[bool] = True
@@ -35,14 +38,19 @@ class Classed(_Packed, BlockFormat):
     low: int
     rows: int
     upper: int
+    by_channel: bool = False
     cuts: tuple[BlockCut, BlockCut] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cuts", (BlockCut(self.rows), BlockCut(self.rows)))
 
     def packings(self, dim: int) -> tuple[Classes, Classes]:
-        both = Classes((self.high, self.low))
-        return both, both
+        keys, values = (Classes((self.high, self.low), self.channelwise(side)) for side in SIDES)
+        return keys, values
+
+    def channelwise(self, side: int) -> bool:
+        """Returns True if the levels of keys, or values, are those of channels."""
+        return self.by_channel and side == KEYS
 
     @property
     def classes(self) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -52,14 +60,16 @@ class Classed(_Packed, BlockFormat):
     def kinds(self, side: int, shape: KVShape) -> list[Kind]:
         found: list[Kind] = [((packed(self.rows, 1),), torch.uint8)]
         for count, bits in self.classes:
-            ends = (count,), torch.float16
+            ends = (min(count, 1) * shape.dim if self.channelwise(side) else count,), torch.float16
             found += [ends, ends, ((count, packed(shape.dim, bits)), torch.uint8)]
         return found
 
     def settled(self, side: int, shape: KVShape) -> list[Kind]:
-        return [((shape.dim,), torch.float16)]
+        return [] if self.channelwise(side) else [((shape.dim,), torch.float16)]
 
     def settle(self, side: int, x: Tensor) -> Sequence[Tensor]:
+        if self.channelwise(side):
+            return []
         root = x.abs().amax(1).float().sqrt().flatten()[None]
         scale = root.where(root > 0, 1).clamp(torch.finfo(torch.float16).tiny, LARGEST)
         return [scale.to(torch.float16)]
@@ -69,7 +79,9 @@ class Classed(_Packed, BlockFormat):
 
     def seal_ranked(self, side: int, x: Tensor, saliency: Tensor, settled: Sequence[Tensor]) -> Sequence[Tensor]:
         lead, n, blocks = saliency.shape[:-1] or (1,), saliency.shape[-1], saliency.shape[-1] // self.rows
-        even = x.transpose(-3, -2).flatten(-2).float() / settled[0].float()  # [L, n, h * D]
+        even = x.transpose(-3, -2).flatten(-2).float()  # [L, n, h * D]
+        even = even if self.channelwise(side) else even / settled[0].float()
+        even = even.view(*lead, n, even.shape[-1])
         best = saliency.view(*lead, n).sort(descending=True, stable=True).indices[..., : blocks * self.upper]
         chosen = torch.zeros((*lead, n), dtype=torch.bool, device=x.device).scatter_(-1, best, True)
         planes = [pack(chosen.view(*lead, blocks, self.rows).to(torch.uint8), 1)]
@@ -77,17 +89,35 @@ class Classed(_Packed, BlockFormat):
         order = order + torch.arange(len(order), device=x.device)[:, None] * n
         apart = even.flatten(0, 1).index_select(0, order.flatten()).view_as(even)
         for rows, (count, bits) in zip(torch.split(apart, [best.shape[-1], n - best.shape[-1]], 1), self.classes):
-            levels, step, low = quantise(rows.reshape(*lead, blocks, count, even.shape[-1]), bits)
+            own = rows.reshape(*lead, blocks, count, even.shape[-1])
+            if self.channelwise(side):
+                levels, step, low = _by_channel(own, bits)
+            else:
+                levels, step, low = quantise(own, bits)
             planes += [step, low, pack(levels, bits)]
         return planes
 
     def open(self, side: int, planes: Sequence[Tensor], shape: KVShape) -> Tensor:
-        which, *each, scale = planes
+        which, *each = planes
         chosen, width = unpack(which, self.rows, 1).bool().flatten(), shape.heads * shape.dim
         wide = torch.promote_types(shape.dtype, torch.float32)
         even = torch.empty((len(chosen), width), dtype=wide, device=which.device)
         for at, (mine, (_, bits)) in enumerate(zip((chosen, ~chosen), self.classes)):
             step, low, data = each[3 * at : 3 * at + 3]
-            even[mine] = dequantise(unpack(data, width, bits), step, low, wide).flatten(0, 2)
-        rows = (even * scale[0].to(wide)).to(shape.dtype)
+            levels = unpack(data, width, bits)
+            if not self.channelwise(side):
+                even[mine] = dequantise(levels, step, low, wide).flatten(0, 2)
+            elif levels.shape[-2]:
+                even[mine] = dequantise(levels.mT, step, low, wide).mT.flatten(0, 2)
+        rows = (even if self.channelwise(side) else even * each[-1][0].to(wide)).to(shape.dtype)
         return rows.view(len(chosen), shape.heads, shape.dim).transpose(0, 1)
+
+
+def _by_channel(rows: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows [..., n, W] -> levels uint8 [..., n, W], and of each channel the step and the lowest level, float16
+    [..., W]; of no rows, [..., 0]."""
+    if not rows.shape[-2]:
+        none = rows.new_empty((*rows.shape[:-2], 0), dtype=torch.float16)
+        return rows.to(torch.uint8), none, none
+    levels, step, low = quantise(rows.mT, bits)
+    return levels.mT, step, low

@@ -46,16 +46,18 @@ class ZipCache(Method, Storing):
     that, early rows would win because more see them. Probes are the last share `probes` of the prompt's rows, and as
     many of those before, drawn without replacement by `seed` and the prompt's length alone.
 
-    Every channel is divided by the root of its largest magnitude in the prompt (`c`, fixed then), and each row of all
-    heads, keys as well as values, is rounded between its own ends: 32 bits for a row, 16 for a channel, and one bit
-    that says the row's class, so order is kept. Rows are packed `gap` at a time, counted from the text's first, so that
-    a prompt's last rows wait for their block to fill. In a prompt classes are chosen among all its blocks together,
+    Values are rounded row by row: every channel is divided by the root of its largest magnitude in the prompt (`c`,
+    fixed then), and each row of all heads is rounded between its own ends, in 32 bits for a row and 16 for a channel.
+    Keys are rounded channel by channel (`keys="channel"`), between the ends that a channel has among the rows of one
+    class in a block: 64 bits a channel for `gap` rows. With `keys="row"` they are rounded as values are. One bit says a
+    row's class, so order is kept. Rows are packed `gap` at a time, counted from the text's first, so that a prompt's
+    last rows wait for their block to fill. In a prompt classes are chosen among all its blocks together,
     later in each block, by the attention of its last row.
 
     A prompt's classes hang on rows all over it, so prompts share no prefix. 16 bits for both = rows as they are. In
     bfloat16, native kernels multiply queries and weights with packed rows as they lie, and find what a block's last row
     attends to on their way; they want heads of 32, 64 .. channels. Elsewhere blocks are opened before rows read them.
-    Left out: classes per KV head (a row's ends are those of all its channels) and keys rounded channel by channel.
+    Left out: classes per KV head (a row's ends are those of all its channels).
     """
 
     high: Literal[2, 4, 8, 16] = 4
@@ -64,6 +66,7 @@ class ZipCache(Method, Storing):
     gap: int = 100
     probes: float = 0.05
     seed: int = 0
+    keys: Literal["channel", "row"] = "channel"
 
     paper: ClassVar[str] = "arXiv 2405.14256"
     guarantee: ClassVar[str] = "lossy"
@@ -92,7 +95,7 @@ class ZipCache(Method, Storing):
     def format(self) -> RowFormat:
         if self.raw:
             return Raw()
-        return Classed(self.high, self.low, self.gap, round(self.important * self.gap))
+        return Classed(self.high, self.low, self.gap, round(self.important * self.gap), self.keys == "channel")
 
     @property
     def traits(self) -> Traits:

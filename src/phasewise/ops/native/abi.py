@@ -241,6 +241,7 @@ class SealedStruct(Structure):
     rest_step: Pointer = None
     rest_low: Pointer = None
     rest_bits: int = 0
+    rest_rows: int = 0
 
 
 class SidesStruct(Structure):

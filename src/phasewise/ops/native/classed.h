@@ -2,8 +2,9 @@
 // keys, and sums of their values under weights.
 //
 // A bit of each slot says which class has it; where it lies there is the count of such bits before it. Number d of a row
-// is (level step + low) scale[d]. Queries times scales are whole numbers of two bytes, 1 / 32512 of the largest apart,
-// and meet the levels of a register's worth of lines at a time; values are summed as in sealed.h, and scaled then.
+// is (level step + low) scale[d]; or, of keys alone, level step[d] + low[d] with the steps of a block's rows of that
+// class. Queries times scales (or steps) are whole numbers of two bytes, 1 / 32512 of the largest apart, and meet the
+// levels of a register's worth of lines at a time; values are summed as in sealed.h, and scaled then.
 #pragma once
 #include "sealed.h"
 
@@ -63,12 +64,15 @@ struct Classed {  // a side that lies like that
   const Sealed& side;
   const long bits[2], bytes;  // of a block's row of class bits
   const PackedLines lines[2];
+  const bool by_channel;      // each channel of a block's rows of a class has a step and a lowest number of its own
+  const long each[2];         // rows of a block in either class
   long slot = -1, before = 0;  // how many slots before this one are of the upper class
 
   Classed(const Sealed& side, long numbers)
       : side(side), bits{side.bits, side.rest_bits}, bytes((side.rows + 7) / 8),
         lines{{side.levels, side.step, side.low, numbers * side.bits / 8},
-              {side.rest, side.rest_step, side.rest_low, numbers * side.rest_bits / 8}} {}
+              {side.rest, side.rest_step, side.rest_low, numbers * side.rest_bits / 8}},
+        by_channel(!side.scale), each{side.rows - side.rest_rows, side.rest_rows} {}
 
   // `count` slots from `slot` on, which all are packed
   Classes take(long from, long count) {
@@ -99,6 +103,9 @@ struct Classed {  // a side that lies like that
   PackedLines lines_of(const Classes& slots, int which) const {
     return lines[which].from(slots.first[which], slots.size[which]);
   }
+
+  // `by_channel`: behind which line of a class the one at `line` has no more mates in its block.
+  long mates(long line, int which) const { return line - line % each[which] + each[which]; }
 
  private:
   // The bits of `count` (at most 64) slots of a block from its slot `first` on.
@@ -185,8 +192,15 @@ struct LineQueries {
   alignas(64) int8_t high[2][QUERIES][MOST_DIM], low[2][QUERIES][MOST_DIM];
   float step[QUERIES], all[QUERIES];  // what one is worth (NaN where one is not finite), and what they sum up to
 
-  // Query i, times `scale`.
+  // Query i, times `scale`, for both classes.
   void take(long i, const float* q, const uint16_t* scale, const long* bits, long dim) {
+    take(i, q, scale, nullptr, bits, 0, 2, dim);
+  }
+
+  // Query i, times `scale`, for the classes first .. end-1; with the lowest numbers of channels, `all` is what the query
+  // makes of these.
+  void take(long i, const float* q, const uint16_t* scale, const uint16_t* least, const long* bits, int first, int end,
+            long dim) {
     alignas(64) float x[MOST_DIM];
     alignas(64) int8_t upper[MOST_DIM], lower[MOST_DIM];
     constexpr long EACH = AT_ONCE * LANES;
@@ -196,7 +210,7 @@ struct LineQueries {
       F own = load<F>(q + d) * from_halves(load_halves(scale + d));
       I size = (I)own & 0x7fffffff;
       top = size > top ? size : top;  // NaN is larger than all
-      sum += own;
+      sum += least ? load<F>(q + d) * from_halves(load_halves(least + d)) : own;
       store(x + d, own);
     }
     for (long d = dim; d % EACH; d += LANES) store(x + d, F{});
@@ -207,7 +221,7 @@ struct LineQueries {
       for (int r = 0; r < AT_ONCE; r++) whole[r] = factor.whole(load<F>(x + d + r * LANES));
       split(whole, upper + d, lower + d);
     }
-    for (int which = 0; which < 2; which++) {
+    for (int which = first; which < end; which++) {
       deal(upper, dim, 8 / bits[which], high[which][i]), deal(lower, dim, 8 / bits[which], low[which][i]);
     }
   }
@@ -273,8 +287,9 @@ inline F some_halves(const uint16_t* p, long count) {
 #endif
 }
 
-// out[query * row + line] = query . the numbers of a line between bytes `from` and `to`; a whole register at a time
-template <int BITS>
+// out[query * row + line] = query . the numbers of a line between bytes `from` and `to`; a whole register at a time. Lines
+// have ends of their own unless queries have been taken with those of channels.
+template <int BITS, bool ENDS>
 inline void score_class(const PackedLines& lines, long from, long to, const LineQueries& queries, int which, long count,
                         float* out, long row) {
   I words[MOST_DIM / 4 + 2], sums[QUERIES];
@@ -282,32 +297,65 @@ inline void score_class(const PackedLines& lines, long from, long to, const Line
     long some = lines.count - l < LANES ? lines.count - l : LANES;
     const uint8_t* p = lines.levels + l * lines.bytes + from;
     for (long r = 0; r < LANES; r++) __builtin_prefetch(p + (KEYS + r) * lines.bytes, 0, 3);
-    lines.fetch_ends(l + KEYS);
+    if (ENDS) lines.fetch_ends(l + KEYS);
     if (some == LANES) turn_lines<true>(p, lines.bytes, some, to - from, words);
     else turn_lines<false>(p, lines.bytes, some, to - from, words);
     meet_lines<BITS>(words, to - from, queries.high[which][0], queries.low[which][0], count, sums);
-    F step = some_halves(lines.step + l, some), low = some_halves(lines.low + l, some);
-    for (long i = 0; i < count; i++)
-      store(out + i * row + l,
-            __builtin_convertvector(sums[i], F) * (step * queries.step[i]) + low * queries.all[i]);
+    if constexpr (!ENDS) {
+      for (long i = 0; i < count; i++)
+        store(out + i * row + l, __builtin_convertvector(sums[i], F) * queries.step[i] + queries.all[i]);
+    } else {
+      F step = some_halves(lines.step + l, some), low = some_halves(lines.low + l, some);
+      for (long i = 0; i < count; i++)
+        store(out + i * row + l,
+              __builtin_convertvector(sums[i], F) * (step * queries.step[i]) + low * queries.all[i]);
+    }
   }
 }
 
-// The same for a head, whatever the class.
-inline void score_lines(const Classed& side, const PackedLines& lines, int which, long head, long dim,
-                        const LineQueries& queries, long count, float* out, long row) {
+// Queries as they are, and as they meet levels.
+struct Asked {
+  const float (*own)[MOST_DIM];
+  LineQueries& whole;
+  long count;
+};
+
+// The same for `size` lines of a class from `first` on, of a head, whatever the class. Where channels have ends of their
+// own, queries are taken anew for every block, and what lies behind the last line, up to a whole register, is written.
+template <bool ENDS>
+inline void score_lines(const Classed& side, long first, long size, int which, long head, const LineQueries& queries,
+                        long dim, long count, float* out, long row) {
+  const PackedLines lines = side.lines[which].from(first, size);
   const long bits = side.bits[which], each = dim * bits / 8, from = head * each, to = from + each;
-  if (bits == 2) score_class<2>(lines, from, to, queries, which, count, out, row);
-  else if (bits == 4) score_class<4>(lines, from, to, queries, which, count, out, row);
-  else score_class<8>(lines, from, to, queries, which, count, out, row);
+  if (bits == 2) score_class<2, ENDS>(lines, from, to, queries, which, count, out, row);
+  else if (bits == 4) score_class<4, ENDS>(lines, from, to, queries, which, count, out, row);
+  else score_class<8, ENDS>(lines, from, to, queries, which, count, out, row);
 }
 
-// scores[i][..] = query i . the keys of `slots` of a head
-inline void score_classed(const Classed& side, const Classes& slots, long head, long dim, const LineQueries& queries,
-                          long count, float (*scores)[KEYS]) {
+inline void score_lines(const Classed& side, long first, long size, int which, long head, long numbers, long dim,
+                        const Asked& asked, float* out, long row) {
+  if (!side.by_channel) {
+    score_lines<true>(side, first, size, which, head, asked.whole, dim, asked.count, out, row);
+    return;
+  }
+  const PackedLines& all = side.lines[which];
+  for (const long end = first + size; first < end;) {
+    const long mates = side.mates(first, which), some = (mates < end ? mates : end) - first;
+    const long at = first / side.each[which] * numbers + head * dim;
+    for (long i = 0; i < asked.count; i++)
+      asked.whole.take(i, asked.own[i], all.step + at, all.low + at, side.bits, which, which + 1, dim);
+    score_lines<false>(side, first, some, which, head, asked.whole, dim, asked.count, out, row);
+    first += some, out += some;
+  }
+}
+
+// scores[i][..] = query i . the keys of `slots` of a head, of whose lines all have so many `numbers`
+inline void score_classed(const Classed& side, const Classes& slots, long head, long numbers, long dim,
+                          const Asked& asked, float (*scores)[KEYS]) {
   alignas(64) float found[QUERIES][2][ROOM];
+  const long count = asked.count;
   for (int which = 0; which < 2; which++)
-    score_lines(side, side.lines_of(slots, which), which, head, dim, queries, count, found[0][which], 2 * ROOM);
+    score_lines(side, slots.first[which], slots.size[which], which, head, numbers, dim, asked, found[0][which], 2 * ROOM);
   for (long i = 0; i < count; i++) slots.in_order(found[i], scores[i]);
 }
 

@@ -74,11 +74,13 @@ struct Sealed {
   // null, or a bit for each slot, those of `rows` from a byte on: the slots whose bit is set lie in these levels (2, 4 or
   // 8 bits), the others in `rest`, one after the other in either, whichever blocks they are of. A line is then what a
   // slot has of all heads, of keys as well, and its numbers are `scale` times as large; the strides above count nothing.
+  // Keys without a scale have ends for each channel instead, [blocks, heads, dim]: of those rows of a block that are of
+  // the class, the block's rest_rows and the others.
   const uint8_t* upper;
   const uint16_t* scale;  // float16 [heads, dim]
   const uint8_t* rest;
   const uint16_t *rest_step, *rest_low;  // float16 [lines]
-  int64_t rest_bits;
+  int64_t rest_bits, rest_rows;
 };
 
 struct Sides {

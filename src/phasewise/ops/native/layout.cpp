@@ -36,7 +36,7 @@ std::string describe() {
   STRUCTURE(Sight, F(window), F(sinks), F(far), F(seats), F(block), F(bias));
   STRUCTURE(Sealed, F(levels), F(step), F(low), F(levels_head), F(ends_head), F(slots), F(rows), F(bits), F(group),
             F(left), F(right), F(left_head), F(right_head), F(rank), F(apart), F(places), F(apart_head), F(aparts),
-            F(upper), F(scale), F(rest), F(rest_step), F(rest_low), F(rest_bits));
+            F(upper), F(scale), F(rest), F(rest_step), F(rest_low), F(rest_bits), F(rest_rows));
   STRUCTURE(Sides, F(keys), F(values));
   STRUCTURE(Seal, F(rows), F(row_head), F(to));
   STRUCTURE(SealCall, F(seals), F(count), F(heads), F(dim), F(by_channel), F(threads), F(slots), F(rows),

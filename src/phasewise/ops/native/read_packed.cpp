@@ -77,18 +77,23 @@ struct InClasses {
   const Job& job;
   const Sealed& side;
   Classed classed;
-  LineQueries whole;
+  const float (*own)[MOST_DIM];
+  mutable LineQueries whole;
 
   InClasses(const Call& call, const Job& job, const Sealed& side, long)
       : call(call), job(job), side(side), classed(side, call.heads * call.dim) {}
 
+  Asked asked() const { return {own, whole, job.count}; }
+
   void take(const float (*queries)[MOST_DIM]) {
+    own = queries;
+    if (classed.by_channel) return;
     const uint16_t* scale = side.scale + job.head * call.dim;
     for (long i = 0; i < job.count; i++) whole.take(i, queries[i], scale, classed.bits, call.dim);
   }
 
   void score(long slot, long count, const float (*)[MOST_DIM], float (*scores)[KEYS]) {
-    score_classed(classed, classed.take(slot, count), job.head, call.dim, whole, job.count, scores);
+    score_classed(classed, classed.take(slot, count), job.head, call.heads * call.dim, call.dim, asked(), scores);
   }
 
   void add(long slot, long count, const float (*weights)[KEYS], State& s) {
@@ -139,16 +144,19 @@ static bool read_classes(const Call& call, const Job& job, const InClasses& keys
   const long first[2] = {k.before_in(from, 0), k.before_in(from, 1)}, end[2] = {k.before_in(to, 0), k.before_in(to, 1)};
   auto piece = [&](int which, long at) {
     if (which == 0 && at == end[0]) which = 1, at = first[1];
-    return Piece{at, at + KEYS < end[which] ? at + KEYS : end[which], which};
+    long to = at + KEYS < end[which] ? at + KEYS : end[which];
+    if (k.by_channel && at < to && k.mates(at, which) < to) to = k.mates(at, which);  // a register goes beyond the last
+    return Piece{at, to, which};
   };
   auto lines = [](const Classed& side, const Piece& own) {
     return side.lines[own.which].from(own.from, own.to - own.from);
   };
   auto score = [&](const Piece& own, float (*to)[KEYS]) {
-    score_lines(k, lines(k, own), own.which, job.head, call.dim, keys.whole, job.count, to[0], KEYS);
+    score_lines(k, own.from, own.to - own.from, own.which, job.head, call.heads * call.dim, call.dim, keys.asked(), to[0],
+                KEYS);
     for (long i = 0; i < job.count; i++) {
-      if (own.to - own.from < KEYS) keep_between(to[i], 0, own.to - own.from);
       for (long j = 0; cap && j < KEYS; j += LANES) store(to[i] + j, cap(load<F>(to[i] + j)));
+      if (own.to - own.from < KEYS) keep_between(to[i], 0, own.to - own.from);  // last: a cap lifts what is hidden
     }
   };
   auto add = [&](const Piece& own, const float (*weights)[KEYS]) {

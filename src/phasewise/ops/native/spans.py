@@ -47,10 +47,11 @@ class SeenWindow(NamedTuple):
 
 class SecondClass(NamedTuple):
     """Further planes of a Side in two classes: `upper` uint8 [1, B, bytes], a bit for each slot of a block; `scale`
-    float16 [1, 1, H * D]; the planes of those whose bit is not set, of `bits` each."""
+    float16 [1, 1, H * D]; the planes of those whose bit is not set, of `bits` each. Without a scale, steps and lowest
+    numbers of both classes are those of channels, [1, B, H * D]."""
 
     upper: Tensor
-    scale: Tensor
+    scale: Tensor | None
     levels: Tensor
     step: Tensor
     low: Tensor
@@ -95,8 +96,9 @@ class Side(NamedTuple):
             struct.apart_head, struct.aparts = self.apart[0].stride(0), self.apart[0].shape[-1]
         if self.rest is not None:
             for name, plane in zip(("upper", "scale", "rest", "rest_step", "rest_low"), self.rest[:5]):
-                struct.point(name, plane)
-            struct.rest_bits = self.rest.bits
+                if plane is not None:
+                    struct.point(name, plane)
+            struct.rest_bits, struct.rest_rows = self.rest.bits, self.rest.levels.shape[-2]
         return struct
 
 
