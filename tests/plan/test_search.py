@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -64,6 +65,8 @@ def test_pool_sizes_are_all_there() -> None:
                      "disaggregated:prefill=2,decode=1", "splitwise:prompt=1,token=1", "splitwise:prompt=1,token=2",
                      "splitwise:prompt=2,token=1", "splitwise:prompt=1,token=1,mixed=1"]  # fmt: skip
     assert places(1) == ["colocated"]
+    mixed = [name.partition("mixed=")[2] for name in places(8) if name.startswith("splitwise")]
+    assert Counter(mixed) == {"": 28, "1": 21, "2": 15, "4": 6}
 
 
 def test_workers_of_one_machine_divide_its_cores() -> None:

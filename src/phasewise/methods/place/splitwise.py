@@ -30,9 +30,8 @@ class Splitwise(Method, Placing):
     no token worker has room, the request goes on in the mixed pool or stays with its prompt worker, which then belongs
     there. Workers are home again once nothing foreign is left to do.
 
-    Every worker can do both, so borrowing moves nothing but a role. Left out: the scheduler of the paper's machines
-    (here that is `schedule`: mixed workers need no preemption by prompts). `phasewise plan --kinds ... --goal price`
-    provisions unlike machines, and `phasewise simulate` runs this policy in virtual time.
+    Every worker can do both, so borrowing moves nothing but a role. `schedule=splitwise` is the scheduler of the
+    paper's machines. `phasewise plan` provisions them, and `phasewise simulate` runs this policy in virtual time.
     """
 
     prompt: int = 1
@@ -57,12 +56,15 @@ class Splitwise(Method, Placing):
 
     @staticmethod
     def sizes(devices: int) -> list[str]:
-        """Prompt and token workers in all numbers, and the same with one worker in the mixed pool."""
-        two = [(i, n - i, 0) for n in range(2, devices + 1) for i in range(1, n)]
-        three = [(i, n - 1 - i, 1) for n in range(3, devices + 1) for i in range(1, n - 1)]
+        """Prompt and token workers in all numbers, beside a mixed pool of 0, 1, 2, 4, 8 ... workers."""
+        pools = [0, *(1 << k for k in range(devices.bit_length()))]
+        found = [
+            (prompt, n - prompt, mixed)
+            for mixed in pools for n in range(2, devices - mixed + 1) for prompt in range(1, n)
+        ]  # fmt: skip
         return [
-            f"prompt={prompt},token={token}{',mixed=1' * mixed}"
-            for prompt, token, mixed in sorted(two + three, key=sum)
+            f"prompt={prompt},token={token}" + (f",mixed={mixed}" if mixed else "")
+            for prompt, token, mixed in sorted(found, key=sum)
         ]
 
     def policy(self, now: float, cores: Sequence[int]) -> PhasePools:
