@@ -119,7 +119,7 @@ def test_an_npu_pads_its_last_chunk() -> None:
 
 
 def test_every_device_says_where_its_numbers_are_from() -> None:
-    assert names() == ["a100", "h100", "h200", "instinfer", "l4", "mi300x", "mllm-npu", "pim-gpt"]
+    assert names() == ["a100", "h100", "h100-350w", "h200", "instinfer", "l4", "mi300x", "mllm-npu", "pim-gpt"]
     for name in names():
         for what, number in device(name).numbers.items():
             assert number.unit == UNITS[what][0]

@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     from phasewise.plan.layout import Affinity, Layout
     from phasewise.plan.search import Assumption, Choice, Question, SearchSpace, Tried
     from phasewise.plan.setting import CostsByRole
+    from phasewise.plan.slowdown import Slowdowns
     from phasewise.request.params import SLO
 
-GOALS = ("goodput", "cost", "power", "price", "watts")
+GOALS = ("goodput", "cost", "power", "price", "watts", "iso-cost", "iso-power")
 SHOWN = 8  # choices of the table
 SCHEDULES = "sarathi:budget=256|sarathi:budget=512|sarathi:budget=1024|sarathi:budget=2048|prefill_first"
 
@@ -46,7 +47,8 @@ class PlanSpace:
         typer.Option(
             metavar="|".join(GOALS),
             help="Maximise requests within the targets per device (goodput), $/h (price) or W (watts) of all devices; "
-            "or per unit of money (cost) or joule (power) of those that are busy.",
+            "per unit of money (cost) or joule (power) of those that are busy; or those of all servers that --budget "
+            "has room for (iso-cost, iso-power).",
         ),
     ] = "goodput"
     places: Annotated[
@@ -93,7 +95,18 @@ class PlanSpace:
         str, typer.Option(metavar="high|low", help="low: KV does not leave a node (--link is then one within a node).")
     ] = "high"
     budget: Annotated[
-        float | None, typer.Option(help="With --goal price or watts: the most $/h, or W, of a server's devices.")
+        float | None,
+        typer.Option(
+            help="The most $/h (--goal price), or W (watts), of a server's devices; of all servers' with --goal "
+            "iso-cost or iso-power."
+        ),
+    ] = None
+    slowdown: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WAYSxSTAGES@DEVICE",
+            help="Instead of targets: Splitwise's nine limits of slow-downs against a lone request on such a machine.",
+        ),
     ] = None
     draft: Annotated[str, typer.Option(metavar="METHOD", help="With --accept: the drafter, one with a knob `k`.")] = (
         DRAFTER
@@ -105,8 +118,31 @@ class PlanSpace:
             raise UserError(f"unknown goal {self.goal!r}. {near(self.goal, GOALS)}")
         if self.affinity not in ("high", "low"):
             raise UserError(f"unknown affinity {self.affinity!r}: choose high or low")
-        if self.budget is not None and self.goal not in ("price", "watts"):
-            raise UserError("--budget is of --goal price, in $/h, or of --goal watts: name one of the two")
+        if self.budget is not None and self.goal not in GOALS[3:]:
+            raise UserError(
+                "--budget is of --goal price or iso-cost, in $/h, or of --goal watts or iso-power: name one"
+            )
+
+    def judged(self, targets: Targets) -> SLO:
+        """The targets; none where slow-downs are judged. Raises UserError."""
+        if self.slowdown is None:
+            return targets.asked()
+        if any(target is not None for target in (targets.ttft, targets.tpot, targets.tbt)):
+            raise UserError("--slowdown takes the place of targets: leave --ttft, --tpot and --tbt out")
+        return targets.slo()
+
+    def slowdowns(self, costs: CostSource) -> Slowdowns | None:
+        """Limits against a lone request on the machine that --slowdown names. Raises UserError."""
+        from phasewise.plan import layout
+        from phasewise.plan.slowdown import Slowdowns
+
+        if self.slowdown is None:
+            return None
+        if costs.profile is not None:
+            raise UserError("--slowdown names a device: it goes with --device, not with --profile")
+        (alone,) = layout.parse(f"all={self.slowdown}")
+        kind = alone.device or costs.device
+        return Slowdowns(replace(costs, device=kind, layout=None).source([alone]).cost("all", None))
 
     def own_layouts(self) -> list[Layout]:
         """Layouts that each role may have; none where all roles have the same. Raises UserError."""
@@ -176,12 +212,16 @@ def plan(
       phasewise plan --device a100 --devices 8 --model path/to/model --ttft 400 --degrees 1,2 --pipeline 1,2,4
       phasewise plan --device a100 --devices 8 --model DIR --ttft 400 --degrees 1,2,4 --pipeline 1,2 --per-role
       phasewise plan --kinds "h100|a100" --devices 8 --model DIR --ttft 400 --goal price --budget 12
+      phasewise plan --kinds "h100|a100|h100-350w" --degrees 8 --devices 64 --model DIR --slowdown 8x1@a100
+          --places "splitwise:prompt=3,token=2|splitwise:prompt=2,token=3|colocated" --goal iso-cost --budget 190
       phasewise plan --device a100 --model path/to/model --tpot 20 --accept 0.6 --requests 2000
       phasewise plan --profile profile.json --ttft 500 --tpot 50 --replan http://localhost:8000
       phasewise plan --device h100 --devices 4 --goal power --model DIR --workload trace:path=azure.csv --ttft 1000
     """
-    slo = targets.asked()
+    slo = space.judged(targets)
     space.check()
+    if space.slowdown is not None and written.replan is not None:
+        raise UserError("a plan by --slowdown cannot be watched: servers count requests within targets alone")
     from phasewise.bench.machine import cores
     from phasewise.plan import search
 
@@ -193,7 +233,8 @@ def plan(
     with counting("choices", len(list(where.choices()))) as tell:
         found = search.search(where, question, tell, processes=cores())
     best, other = found[0], search.runner_up(found)
-    count = search.replicas(best, space.devices, asked.rate)
+    iso = question.goal in search.ISO
+    count = question.copies(best.choice, best.devices) if iso else search.replicas(best, space.devices, asked.rate)
     _say(found, other, space.goal, count)
     if slo.ttft is not None and asked.requests < 10 * slo.ttft * best.rate:
         print(f"note: {asked.requests} requests at that rate are over after {asked.requests / best.rate:.2g} s, too "
@@ -231,7 +272,7 @@ def _asked(
     setting = replace(served.setting(load.lengths.prefix > 0), drafts=served.guesses.drafts(0, asked.seed))
     question = search.Question(
         load, slo, _sources(costs, space), setting, cast("search.Goal", space.goal),
-        budget=math.inf if space.budget is None else space.budget,
+        budget=math.inf if space.budget is None else space.budget, slowdowns=space.slowdowns(costs),
     )  # fmt: skip
     where = search.SearchSpace(
         space.devices, space.places.split("|") if space.places else _places(costs, space),
@@ -305,7 +346,8 @@ def _assumptions(question: Question) -> list[Assumption]:
 def _say(found: Sequence[Tried], other: Tried | None, goal: str, count: int) -> None:
     unit = {
         "goodput": "requests/s per device", "cost": "requests per unit of money", "power": "requests per joule",
-        "price": "requests/s per $/h", "watts": "requests/s per W",
+        "price": "requests/s per $/h", "watts": "requests/s per W", "iso-cost": "requests/s within the budget",
+        "iso-power": "requests/s within the budget",
     }[goal]  # fmt: skip
     body = [
         [str(one.choice), str(one.devices), "-" if one.pruned else f"{one.rate:.3g}",

@@ -19,19 +19,23 @@ from phasewise.plan.layout import Affinity, Layout, fits
 from phasewise.plan.setting import CostsByRole, ServerSetting
 from phasewise.plan.simulate import (
     LEAST,
-    NOTHING_KNOWN,
     Best,
     LoadOutcome,
     Scenario,
-    goodput,
+    highest,
     rate_from,
     run,
     share_at_least,
+    within,
 )
+from phasewise.plan.slowdown import Slowdowns
 from phasewise.request.params import SLO
 
-Goal = Literal["goodput", "cost", "power", "price", "watts"]
-BY_WEIGHT = ("goodput", "price", "watts")  # goals that divide the rate by what a server has, whatever it does
+Goal = Literal["goodput", "cost", "power", "price", "watts", "iso-cost", "iso-power"]
+PRICED, POWERED = ("price", "iso-cost"), ("watts", "iso-power")  # goals by what devices cost, $/h, and take, W
+ISO = ("iso-cost", "iso-power")  # the rate of as many servers as a budget has room for
+BY_WEIGHT = ("goodput", *PRICED, *POWERED)  # goals that divide the rate by what a server has, whatever it does
+NOTHING_KNOWN: Mapping[float, float] = {}
 Buildable: TypeAlias = "tuple[Choice, int]"  # and the number of devices that it takes
 SHORT, COARSE = 8, 0.1  # the part of the load by which choices are put in order, and how precisely they are measured
 FEWEST, FEW = 50, 8  # requests of such a part, and choices of which none is worth the trouble
@@ -189,6 +193,11 @@ class Question:
     goal: Goal = "goodput"
     precision: float = 0.02
     budget: float = math.inf  # the most that all devices may weigh, in $/h or W
+    slowdowns: Slowdowns | None = None  # instead of `slo`
+
+    def __post_init__(self) -> None:
+        if self.goal in ISO and self.budget == math.inf:
+            raise UserError(f"goal={self.goal!r} compares what a budget buys: say --budget, in $/h or W")
 
     def scenario(self, choice: Choice, replicas: int = 1) -> Scenario:
         """Raises UserError for one that cannot be built."""
@@ -206,12 +215,22 @@ class Question:
         return ["all"] if policy is None else [spec.role for spec in policy.worker_specs()]
 
     def weight(self, choice: Choice, devices: int) -> float:
-        """What the rate of such a server is divided by: its devices, their price in $/h, or their full power in W.
-        Raises UserError where the devices do not say."""
-        if self.goal not in ("price", "watts"):
+        """What the rate of such a server is divided by: its devices, their price in $/h, or their full power in W; the
+        part of the budget that it takes, where servers are whole. Raises UserError where the devices do not say."""
+        if self.goal in ISO:
+            return 1.0 / max(1, self.copies(choice, devices))
+        return self.spent(choice, devices)
+
+    def copies(self, choice: Choice, devices: int) -> int:
+        """The number of such servers that the budget has room for."""
+        return math.floor(self.budget / self.spent(choice, devices) + 1e-9)
+
+    def spent(self, choice: Choice, devices: int) -> float:
+        """The devices of such a server, their price in $/h, or their full power in W."""
+        if self.goal not in (*PRICED, *POWERED):
             return float(devices)
         source = self.source(choice)
-        found = sum(map(source.price if self.goal == "price" else source.power, self._workers(choice)))
+        found = sum(map(source.price if self.goal in PRICED else source.power, self._workers(choice)))
         if not found:
             raise UserError(f"goal={self.goal!r}: these devices have no figures for it; choose devices that have")
         return found
@@ -220,13 +239,19 @@ class Question:
         return run(self.scenario(choice), self.load.jobs(self.slo, rate))
 
     def share(self, scenario: Scenario, rate: float) -> float:
-        """The share of requests within the targets at this rate; 0 if it is less than `bench.goodput.SHARE`."""
+        """The share of requests within the targets at this rate; 0 if it is less than `bench.goodput.SHARE`. Of
+        slow-downs, 1 if all conditions hold."""
+        if self.slowdowns is not None:
+            return float(within(scenario, self.load.jobs(self.slo, rate), self.slowdowns))
         return share_at_least(scenario, self.load.jobs(self.slo, rate), self.slo, SHARE)
 
     def goodput(self, scenario: Scenario, guess: float, known: Mapping[float, float] = NOTHING_KNOWN) -> Best:
         """The highest rate, looked for around a guess; 0: anywhere. `known`: shares at rates that were simulated."""
-        load = replace(self.load, rate=guess or self.load.rate)
-        return goodput(scenario, load, self.slo, precision=self.precision, known=known)
+
+        def at(rate: float) -> float:
+            return known[rate] if rate in known else self.share(scenario, rate)
+
+        return highest(at, SHARE, guess or self.load.rate or 1.0, self.precision)
 
     def worth(self, choice: Choice, rate: float, devices: int) -> float:
         """Requests in time per second and device, $/h or W; or per joule, or unit of money, while devices are busy."""
@@ -277,7 +302,7 @@ def _buildable(space: Space, question: Question) -> tuple[list[Buildable], str]:
         except UserError as error:
             refused = refused or f"{choice}: {error}"
             continue
-        if devices <= space.devices and question.weight(choice, devices) <= question.budget:
+        if devices <= space.devices and question.spent(choice, devices) <= question.budget:
             found.append((choice, devices))
     return found, refused
 
@@ -336,6 +361,11 @@ def impossible(choices: Sequence[Choice], question: Question) -> str:
     slo = question.slo
     for choice in choices:
         outcome = question.at(choice, TRICKLE)
+        if question.slowdowns is not None:
+            over = question.slowdowns.over(outcome.jobs)
+            if nearest is None or over < nearest[0]:
+                nearest = over, f"{choice} is {over:.3g} times beyond one of the limits when each request is alone"
+            continue
         numbers = outcome.numbers(slo)
         seen = {"ttft": numbers["ttft_p90_s"], "tpot": numbers["tpot_p90_s"]}
         tails = [tail for job in outcome.jobs if (tail := percentile(job.tbt, TAIL)) is not None]

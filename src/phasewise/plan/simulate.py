@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import Any, Protocol
 
 import phasewise.cluster
 from phasewise.bench.goodput import SHARE
@@ -20,12 +20,12 @@ from phasewise.plan.event_loop import Turn
 from phasewise.plan.misses import Missed, MissWatch
 from phasewise.plan.sequence import SimulatedRequest
 from phasewise.plan.simulated_cluster import ClusterLayout, SimulatedCluster
+from phasewise.plan.slowdown import Slowdowns, SlowdownWatch
 from phasewise.request.counters import Counters
 from phasewise.request.params import SLO
 from phasewise.verbs.place import Placing
 
 LEAST, MOST = 1e-4, 1e8  # requests/s, between which rates are looked for
-NOTHING_KNOWN: Mapping[float, float] = {}
 DELAY = 2.0  # seconds of median scheduling delay, up to which a rate is taken to be carried
 
 
@@ -46,6 +46,14 @@ class Scenario:
     def policy(self) -> Policy | None:
         """Returns the policy of one cluster's router; None if all runs in one engine."""
         return self.placing.policy(0.0, self.cores)
+
+
+class Watch(Protocol):
+    """Hears of every request that comes and leaves, and of each cluster's end. It may end a simulation by raising."""
+
+    def arrived(self, job: SimulatedRequest, now: float) -> None: ...
+    def left(self, job: SimulatedRequest, now: float) -> None: ...
+    def over(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -122,11 +130,19 @@ def share_at_least(scenario: Scenario, jobs: Sequence[SimulatedRequest], slo: SL
         return 0.0
 
 
+def within(scenario: Scenario, jobs: Sequence[SimulatedRequest], slowdowns: Slowdowns) -> bool:
+    """Whether all conditions hold; that they do not is known as soon as it is sure."""
+    try:
+        return slowdowns.over(run(scenario, jobs, watch=SlowdownWatch(slowdowns, jobs)).jobs) <= 1.0
+    except Missed:
+        return False
+
+
 def run(
     scenario: Scenario,
     jobs: Sequence[SimulatedRequest],
     tell: Callable[[int], object] = lambda done: None,
-    watch: MissWatch | None = None,
+    watch: Watch | None = None,
 ) -> LoadOutcome:
     """Let everybody arrive and leave; `tell` hears, now and then, how many have left. Raises what `watch` raises."""
     left = list[SimulatedRequest]()
@@ -183,9 +199,7 @@ def _dealt(jobs: Sequence[SimulatedRequest], scenario: Scenario) -> list[list[Si
     return found
 
 
-def _arrive_at(
-    cluster: SimulatedCluster, jobs: Sequence[SimulatedRequest], lag: float, watch: MissWatch | None
-) -> None:
+def _arrive_at(cluster: SimulatedCluster, jobs: Sequence[SimulatedRequest], lag: float, watch: Watch | None) -> None:
     """Let requests arrive, each scheduled by the one before it."""
 
     def arrive(number: int) -> None:
@@ -222,15 +236,12 @@ class Best:
     tried: int
 
 
-def goodput(
-    scenario: Scenario, load: Load, slo: SLO, share: float = SHARE, precision: float = 0.02,
-    known: Mapping[float, float] = NOTHING_KNOWN,
-) -> Best:  # fmt: skip
+def goodput(scenario: Scenario, load: Load, slo: SLO, share: float = SHARE, precision: float = 0.02) -> Best:
     """The highest rate at which a share of the requests meets all targets (DistServe's search, with all targets for
-    each request). `known`: shares at rates that were simulated before."""
+    each request)."""
 
     def at(rate: float) -> float:
-        return known[rate] if rate in known else share_at_least(scenario, load.jobs(slo, rate), slo, share)
+        return share_at_least(scenario, load.jobs(slo, rate), slo, share)
 
     return highest(at, share, load.rate or 1.0, precision)
 
