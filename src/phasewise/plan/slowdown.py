@@ -1,5 +1,5 @@
-"""Splitwise's targets: how many times as long requests may take as with nobody else on one machine (arXiv 2311.18677,
-table of SLOs)."""
+"""Targets as slow-downs: how many times as long requests may take as with nobody else on one machine (the nine limits
+of arXiv 2311.18677)."""
 
 from __future__ import annotations
 
