@@ -35,7 +35,7 @@ FIRST = {  # who acts on prompts
 }
 DRAFTS = {
     "chain": "prompt_lookup:k=6,min_match=1",
-    "tree": "token_recycling",
+    "tree": "token_recycling:prompts=none",  # judged rows alone leave as many successors as make trees
     "second model": "draft_model:model=tiny,k=3",
     "own KV": "swift:steps=4,confidence=0.1,branches=2,window=6,bayes=3",
 }

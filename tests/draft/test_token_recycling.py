@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
-from phasewise.methods.draft.token_recycling import NAME, WEIGHTS, Recycler, TokenRecycling, template
+from phasewise.methods.draft.token_recycling import FIRST, LATER, NAME, Recycler, TokenRecycling, template
 from phasewise.methods.verify.match import Match
 from phasewise.model.model import Model
 from phasewise.request.params import Params
@@ -31,15 +31,19 @@ def recycler(knobs: TokenRecycling) -> Recycler:
     return made
 
 
-def test_the_template_is_the_largest_products() -> None:
+def chance(path: tuple[int, ...]) -> float:
+    return FIRST[path[0]] * prod(LATER[rank] for rank in path[1:])
+
+
+def test_the_template_is_the_likeliest_paths() -> None:
     """Against every path of at most three ranks: what is left out weighs no more than what is in."""
     for k, nodes in ((1, 4), (3, 9), (8, 63)):
         paths = template(k, nodes)
         assert len(set(paths)) == nodes
         assert all(path[:-1] in paths[:i] for i, path in enumerate(paths) if len(path) > 1), "parents come first"
-        weight = {path: prod(WEIGHTS[rank] for rank in path) for path in paths}
+        weight = {path: chance(path) for path in paths}
         others = [p for n in (1, 2, 3) for p in product(range(k), repeat=n) if p not in weight]
-        heaviest = max((prod(WEIGHTS[rank] for rank in p) for p in others), default=0.0)
+        heaviest = max(map(chance, others), default=0.0)
         assert min(weight.values()) >= heaviest * (1 - 1e-9)
 
 
@@ -115,7 +119,7 @@ class Watch:
 
 def test_the_table_is_a_recount_of_all_judged_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = Watch(monkeypatch)
-    placed = tiny.engine({"draft": "token_recycling:k=4,nodes=20"})
+    placed = tiny.engine({"draft": "token_recycling:k=4,nodes=20,prompts=none"})
     tiny.run(placed, tiny.prompts(20, 7, 33), tiny.greedy(60))
     assert placed.counters.accepted > 0
     assert all(len(row) == 4 for table in watch.tables.values() for row in table.values())
@@ -142,7 +146,7 @@ def test_a_shared_table_changes_no_token() -> None:
             assert tiny.outs(tiny.run(placed, prompts, params)) == want
             assert tiny.outs(tiny.run(placed, prompts, params)) == want
     for scope, remembers in (("engine", True), ("request", False)):
-        placed = tiny.engine({"draft": f"token_recycling:scope={scope}"})
+        placed = tiny.engine({"draft": f"token_recycling:scope={scope},prompts=none"})
         tiny.run(placed, prompts[:1], tiny.greedy(3))
         first = placed.counters.drafted
         tiny.run(placed, prompts[:1], tiny.greedy(3))
@@ -155,6 +159,31 @@ def test_a_shared_table_is_refused_where_tokens_would_hang_on_it() -> None:
     tiny.engine({"draft": "token_recycling", "verify": "top_beta"})
 
 
+def test_a_prompt_is_read_once_and_its_last_word_comes_first() -> None:
+    request = Request([3, 4, 5, 3, 6, 3, 4, 7], Params(max_tokens=9))
+    drafter = recycler(TokenRecycling(k=3, nodes=3))
+    assert drafter.draft([request], [9]) == [Draft([], [])]
+    assert request.state[NAME] == {3: [4, 6], 4: [7, 5], 5: [3], 6: [3]}
+    request.tokens += [3, 4]
+    (draft,) = drafter.draft([request], [9])
+    assert draft is not None and draft.tokens[0] == 7, "what is said is learned from verdicts alone"
+    silent = recycler(TokenRecycling(prompts="none"))
+    request.state.clear()
+    silent.draft([request], [9])
+    assert request.state[NAME] == {}
+
+
+def test_a_shared_table_is_read_into_once_a_request() -> None:
+    drafter = recycler(TokenRecycling(k=2, scope="engine"))
+    requests = [Request([3, after, 5], Params(max_tokens=9)) for after in (4, 6)]
+    for _ in range(2):
+        drafter.draft(requests, [9, 9])
+        assert drafter.table == {3: [6, 4], 4: [5], 6: [5]}
+    drafter.table[3] = [9]
+    drafter.draft(requests, [9, 9])
+    assert drafter.table[3] == [9]
+
+
 def test_a_guess_goes_as_far_as_the_table() -> None:
     request = Request([3, 4], Params(max_tokens=9))
     drafter = recycler(TokenRecycling(k=1, nodes=3))
@@ -165,7 +194,11 @@ def test_a_guess_goes_as_far_as_the_table() -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("k=0", "k=0 must be from 1 to 8"), ("nodes=64", "nodes=64 must be from 1 to 63"), ("k=9", "k=9 must be")],
+    [
+        ("k=0", "k=0 must be from 1 to 8"),
+        ("nodes=64", "nodes=64 must be from 1 to 63"),
+        ("k=9", "k=9 must be"),
+    ],
 )
 def test_wrong_knobs_are_named(text: str, message: str) -> None:
     with pytest.raises(UserError, match=f"token_recycling: {message}"):
