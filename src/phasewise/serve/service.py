@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 from phasewise.errors import UserError, near
 from phasewise.llm import LLM
+from phasewise.methods.sample._grammars import KINDS
 from phasewise.request.params import SLO, Params
 from phasewise.serve.about import About
 from phasewise.serve.completions.answer import Answer, GenerationRequest, LogprobOptions
@@ -176,12 +177,9 @@ class Service:
         self.recipe(ask.model)
         prompt = await self.prompt(ask)
         order = self._order(ask, [_cut(ask, prompt.ids)], "messages", [prompt.lead] if prompt.lead else ())
-        if prompt.ask is not None:
-            if ask.structure() is not None:
-                both = "tool_choice and strict tools are held by a grammar, and so is the format that is asked for: "
-                raise ApiError(400, both + "leave one out", "tool_choice", "invalid_value")
-            asks = {**(order.params.ask or {}), **prompt.ask}
-            order = replace(order, params=replace(order.params, ask=asks))
+        own = {what: value for what, value in (order.params.ask or {}).items() if not prompt.alone or what not in KINDS}
+        asks = {**own, **(prompt.ask or {})} or None
+        order = replace(order, params=replace(order.params, ask=asks))
         return replace(order, manner=prompt.manner, shown=prompt.shown)
 
     def recipe(self, name: str | None) -> str:
@@ -202,7 +200,7 @@ class Service:
             return await asyncio.get_running_loop().run_in_executor(self._apart, work)
         size = sum(len(message["content"]) for message in ask.messages)
         self._fits(size, ask, "messages")
-        held = ask.tools and (strict(ask.tools) or ask.tool_choice not in (None, "auto", "none"))
+        held = ask.tools and (strict(ask.tools) or ask.tool_choice not in (None, "auto", "none") or ask.structure())
         return await self._worker(INLINE if held else size, work)  # a grammar may take long
 
     async def read(self, kind: type[A], request: Request) -> A:

@@ -181,10 +181,10 @@ def test_reasoning_may_speak_of_calls(thinking: Server) -> None:
     assert calls(choice.message) == [("weather", '{"city": "Oslo", "days": 2}')]
 
 
-def test_a_format_and_a_forced_call_exclude_each_other(hermes: Server) -> None:
+def test_a_grammar_of_the_whole_answer_and_a_forced_call_exclude_each_other(hermes: Server) -> None:
     with pytest.raises(openai.BadRequestError, match="leave one out") as caught:
         hermes.client().chat.completions.create(
-            **asked("", tools=STRICT, tool_choice="required", response_format={"type": "json_object"})
+            **asked("", tools=STRICT, tool_choice="required", extra_body={"guided_json": {"type": "object"}})
         )
     assert caught.value.body["param"] == "tool_choice"  # type: ignore[index]
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import lru_cache
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 KINDS = ("json_schema", "regex", "choice", "grammar")
+AROUND = "around"  # grammars in which @answer is what one of KINDS asks for: {"start": Lark, name: Lark}
+REASONING = "reasoning"  # tags within which an end token is the reasoning's end: {"open", "close", "opened"}
 KEPT = 128  # compiled grammars
 TEXT = 1 << 17  # characters of a schema, of all choices
 RULES = {"regex": 1 << 14, "grammar": 1 << 16}  # characters of these
@@ -24,6 +29,10 @@ LITERAL = 1 << 14  # characters of one text in a schema, of one choice
 CHOICES = 4096  # also values of an enum, branches of an anyOf, members of an object
 DEEP = 64  # levels of a schema
 COUNT = 1 << 20  # of these
+BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
+FIXED = {"const", "enum"}
+EXACT = 2**53 - 1  # llguidance reads numbers as float64
+MULTIPLE = 100_000  # of multipleOf
 COUNTS = {end + what for end in ("min", "max") for what in ("Items", "Length", "Properties", "Contains")}
 BLANK = r"[\x20\x0A\x0D\x09]{1,40}"  # between the tokens of JSON: endless blanks would be a text that never ends
 OPTIONS: Any = {"whitespace_pattern": BLANK, "lenient": False, "coerce_one_of": False}
@@ -51,7 +60,7 @@ class Grammars:
     def get(self, ask: Mapping[str, Any]) -> Compiled:
         """The grammar of what is asked. Raises UserError naming what cannot be honoured."""
         fits(ask)
-        key = json.dumps({kind: ask[kind] for kind in KINDS if kind in ask})
+        key = json.dumps({kind: ask[kind] for kind in (*KINDS, AROUND) if kind in ask})
         with self._lock:
             found = self._kept.get(key)
             if found is not None:
@@ -77,6 +86,8 @@ def compiled(ask: Mapping[str, Any], tokenizer: LLTokenizer) -> Compiled:
     from llguidance import LLMatcher
 
     kind, text = written(ask)
+    if AROUND in ask:
+        text = _around(ask[AROUND], text, lark=kind in ("choice", "grammar"))
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=_limits())
     if not matcher.is_error():
         matcher.compute_bitmask()  # some find out here that they are too complex, or allow nothing
@@ -109,10 +120,22 @@ def written(ask: Mapping[str, Any]) -> tuple[str, str]:
     if not isinstance(value, str) or not value:
         raise UserError(f"{kind} must be a text that is not empty")
     _fits(kind, len(value), RULES[kind])
+    if kind == "grammar":
+        _embedded(value)
     try:
         return kind, grammar_from("regex" if kind == "regex" else "grammar", value)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{kind} cannot be honoured: {_reason(str(error) or 'nested too deep')}") from error
+
+
+def _around(grammars: Mapping[str, str], answer: str, lark: bool) -> str:
+    """What llguidance compiles of several grammars: `answer` is Lark, or what it makes of a schema or expression."""
+    inner = {"lark_grammar": answer} if lark else json.loads(answer)["grammars"][0]
+    for text in grammars.values():
+        _fits("grammar", len(text), TEXT)
+        _embedded(text)
+    named = [{"name": name, "lark_grammar": text} for name, text in grammars.items()]
+    return json.dumps({"grammars": [*named, {**inner, "name": "answer"}]})
 
 
 def fits(ask: Mapping[str, Any]) -> None:
@@ -143,12 +166,23 @@ def _fits(name: str, size: int, most: int) -> None:
         raise UserError(f"{name} has {size:,} characters; at most {most:,} are allowed")
 
 
+def _embedded(text: str) -> None:
+    """Raise UserError for a schema within Lark (%json) that is larger than anybody needs."""
+    for found in re.finditer(r"%json\s*(?=\{)", text):
+        try:
+            schema, _ = json.JSONDecoder().raw_decode(text, found.end())
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"grammar: %json is followed by no JSON ({error or 'nested too deep'})") from error
+        _bounded(schema)
+
+
 def _bounded(schema: dict[str, Any]) -> None:
-    """Raise UserError for a schema that is larger than anybody needs, naming the keyword."""
-    todo: list[tuple[str, Any, int]] = [("json_schema", schema, 1)]
-    values = 0
+    """Raise UserError for a schema that is larger than anybody needs, and for numbers that would not be exact, naming
+    the keyword."""
+    todo: list[tuple[str, Any, int, bool]] = [("json_schema", schema, 1, False)]
+    values, multiple = 0, 1
     while todo:
-        name, value, depth = todo.pop()
+        name, value, depth, fixed = todo.pop()
         values += 1
         if 2 * values > TEXT:  # each takes two characters at least
             raise UserError(f"json_schema has more than {TEXT:,} characters, and may not")
@@ -158,12 +192,36 @@ def _bounded(schema: dict[str, Any]) -> None:
             if len(value) > CHOICES:
                 raise UserError(f"json_schema: {name} has {len(value):,} values; at most {CHOICES:,} are allowed")
             inner = value.items() if isinstance(value, dict) else ((name, each) for each in value)
-            todo += [(key, each, depth + 1) for key, each in inner]
+            if fixed:
+                inner = ((name, each) for _, each in inner)
+            todo += [(key, each, depth + 1, fixed or key in FIXED) for key, each in inner]
         elif isinstance(value, str):
             _fits(f"json_schema: {name}", len(value), LITERAL)
-        elif isinstance(value, int | float) and name in COUNTS and value > COUNT:
-            raise UserError(f"json_schema: {name}={value} is more than {COUNT:,}")
+        elif isinstance(value, int | float):
+            _exact(name, value, fixed)
+            if name == "multipleOf" and not fixed:
+                multiple = _multiple(value, multiple)
     _fits("json_schema", len(json.dumps(schema)), TEXT)
+
+
+def _exact(name: str, value: float, fixed: bool) -> None:
+    """Raise UserError for a number that would not be honoured to the last digit, or not in reasonable time."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"json_schema: {name}={value} is no number of JSON")
+    if name in COUNTS and value > COUNT:
+        raise UserError(f"json_schema: {name}={value} is more than {COUNT:,}")
+    if (fixed or name in BOUNDS) and abs(value) > EXACT:
+        raise UserError(f"json_schema: {name}={value} is beyond 2^53 and cannot be honoured to the last digit")
+
+
+def _multiple(value: float, others: int) -> int:
+    """The least common multiple of digits of multipleOf, points left out: an automaton has so many states."""
+    _, digits, exponent = Decimal(repr(value)).normalize().as_tuple()
+    whole = int("".join(map(str, digits))) * 10 ** max(0, int(exponent))
+    found = math.lcm(others, whole) if whole else others
+    if found > MULTIPLE:
+        raise UserError(f"json_schema: multipleOf={value} (with others: {found:,}) is more than {MULTIPLE:,}")
+    return found
 
 
 def _limits() -> LLParserLimits:

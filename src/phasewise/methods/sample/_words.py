@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,22 +47,27 @@ class Words:
         packed: Bits = np.packbits(bits, bitorder="little").view(np.int32)
         return packed
 
+    @cached_property
+    def speller(self) -> Speller:
+        """Texts as these tokens."""
+        return Speller(self._tokenizer, self.bytes, self.special)
+
     def tokenizer(self) -> LLTokenizer:
         """For llguidance. Raises UserError where that is not installed."""
         try:
             from llguidance import LLTokenizer, TokenizerWrapper
         except ImportError as error:
             raise UserError(f"grammars need the extra ({error}): {INSTALL}") from error
-        return LLTokenizer(TokenizerWrapper(_Wrapped(self, self._tokenizer)), eos_token=list(self.ends))
+        return LLTokenizer(TokenizerWrapper(_Wrapped(self)), eos_token=list(self.ends))
 
 
 class _Wrapped:
     """The vocabulary by the names that llguidance has for it."""
 
-    def __init__(self, words: Words, tokenizer: Tokenizer) -> None:
+    def __init__(self, words: Words) -> None:
         self.eos_token_id, self.bos_token_id = words.ends[0], None
         self.tokens, self.special_token_ids = words.bytes, sorted(i for i in words.special if i < words.vocab)
-        self._speller = Speller(tokenizer, words.bytes, words.special)
+        self._speller = words.speller
 
     def __call__(self, text: bytes | str) -> list[int]:
         return self._speller(text.encode() if isinstance(text, str) else text)

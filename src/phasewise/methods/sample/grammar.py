@@ -16,7 +16,8 @@ from torch import Tensor
 
 from phasewise.catalog import part
 from phasewise.errors import Unanswerable, UserError
-from phasewise.methods.sample._grammars import KINDS, Compiled, Grammars, grammars_of
+from phasewise.methods.sample._grammars import AROUND, KINDS, REASONING, Compiled, Grammars, grammars_of
+from phasewise.methods.sample._reasoning import ReasoningTags
 from phasewise.methods.sample._rest import Chained
 from phasewise.methods.sample._rules import goes_on
 from phasewise.methods.sample._words import Bits, Words, words_of
@@ -55,7 +56,7 @@ class Grammar(Method):
     @property
     def traits(self) -> Traits:
         then: Traits = self.then.traits
-        return replace(then, asks=(*KINDS, *then.asks))
+        return replace(then, asks=(*KINDS, AROUND, REASONING, *then.asks))
 
     def bind(self, host: Host) -> _Grammar:
         return _Grammar(host, self)
@@ -64,9 +65,11 @@ class Grammar(Method):
 class GrammarState(Drawer):
     """The state of one request in its grammar, and the masks that hold there and below."""
 
-    def __init__(self, compiled: Compiled, words: Words, start: int) -> None:
+    def __init__(self, compiled: Compiled, words: Words, start: int, tags: ReasoningTags | None = None) -> None:
         self.words, self.upto = words, start
         self.first = start
+        self._tags = tags
+        self._thought = None if tags is None else tags.start
         self.masks: dict[Path, Bits | None] = {}
         self.added: dict[Path, Tensor | None] = {}
         self._sure: Path | None = None
@@ -78,6 +81,7 @@ class GrammarState(Drawer):
         twin = object.__new__(GrammarState)
         twin.words, twin.upto, twin.first, twin._below = self.words, self.upto, self.first, ()
         twin.masks, twin.added, twin._sure, twin._matcher = {}, {}, None, self._matcher.deep_copy()
+        twin._tags, twin._thought = self._tags, self._thought
         return twin
 
     def roll(self, request: Request) -> None:
@@ -85,6 +89,8 @@ class GrammarState(Drawer):
         new = request.tokens[self.upto :]
         if not new:
             return
+        if self._tags is not None and self._thought is not None:
+            self._thought = self._tags.read(self._thought, new)
         read = common(self._below, new)
         self._back(read)
         self.masks.clear()
@@ -101,6 +107,12 @@ class GrammarState(Drawer):
             found = self._matcher.compute_ff_tokens()
             self._sure = tuple(takewhile(lambda token: token not in ends and goes_on(params, token), found))
         return self._sure
+
+    def closing(self, path: Path) -> int | None:
+        """The token that goes on to the end of the reasoning in which the text and `path` are; None outside of it."""
+        if self._tags is None or self._thought is None:
+            return None
+        return self._tags.closing(self._tags.read(self._thought, path))
 
     def certain(self, path: Path, params: Params) -> bool:
         """True if the text goes on with that for certain."""
@@ -209,11 +221,22 @@ class _Grammar(Chained):
         self._exclude(logits, contexts)
         return self.then(logits, contexts)
 
+    def greedy(self, contexts: Sequence[Context]) -> bool:
+        return self.then.greedy(contexts) and all(self._closing(context) is None for context in contexts)
+
+    def _closing(self, context: Context) -> int | None:
+        """The token that takes the place of an end token within reasoning, after which an answer has to come."""
+        params = context.request.params
+        if not _asked(params) or REASONING not in (params.ask or {}):
+            return None
+        self._wait()
+        return self._line(context.request).closing(context.path)
+
     def ahead(self, contexts: Sequence[Context]) -> None:
         """Masks are filled in a thread while the model computes."""
         self._wait()
         self._pool = self._pool or ThreadPoolExecutor(1, "masks")
-        how = GrammarState.counts if self.then.greedy(contexts) else GrammarState.add
+        how = GrammarState.counts if self.greedy(contexts) else GrammarState.add
         self._beside = self._pool.submit(self._fill, how, [c for c in contexts if _asked(c.request.params)])
         self.then.ahead(contexts)
 
@@ -246,7 +269,16 @@ class _Grammar(Chained):
             if _asked(context.request.params):
                 added = self._of(GrammarState.add, context)
                 if added is not None:
+                    closing = self._closing(context)
+                    if closing is not None:
+                        self._close(logits[row], closing)
                     logits[row] += added.to(logits.device)
+
+    def _close(self, logits: Tensor, closing: int) -> None:
+        """A model that would end its answer within reasoning ends the reasoning: logits [V], in place."""
+        assert self._grammars is not None
+        ends = [token for token in self._grammars.words.ends if token < len(logits)]
+        logits[closing] = torch.maximum(logits[closing], logits[ends].max())
 
     def _of(self, how: How, context: Context) -> Tensor | None:
         """The mask of a row, as its line has it. Raises Unanswerable where the text cannot go on."""
@@ -266,7 +298,9 @@ class _Grammar(Chained):
         if line is None:
             compiled = self._compiled(request.params)
             assert self._grammars is not None
-            line = request.state[NAME] = GrammarState(compiled, self._grammars.words, request.prompt_len)
+            words, asked = self._grammars.words, (request.params.ask or {}).get(REASONING)
+            tags = None if asked is None else ReasoningTags(asked, words)
+            line = request.state[NAME] = GrammarState(compiled, words, request.prompt_len, tags)
         line.roll(request)
         return line
 

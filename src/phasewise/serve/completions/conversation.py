@@ -11,10 +11,13 @@ from phasewise.errors import UserError
 from phasewise.llm import LLM
 from phasewise.model.chat import ClientTemplate
 from phasewise.serve.completions.schema import ChatAsk
+from phasewise.serve.completions.structured import OPENAI, Wanted
 from phasewise.serve.failures import ApiError
 from phasewise.serve.guard.policy import ServePolicy
 from phasewise.serve.tools.asked import forced, names, shaped, strict
 from phasewise.serve.tools.calls import of_object
+from phasewise.serve.tools.final import around, blanks_may_come_first
+from phasewise.serve.tools.final import calls as calls_beside
 from phasewise.serve.tools.forced import grammar, held
 from phasewise.serve.tools.formats import TOOL_FORMATS, check
 from phasewise.serve.tools.optional import grammar as optional
@@ -28,13 +31,15 @@ Why = Callable[[dict[str, Any]], str | None]
 @dataclass(frozen=True)
 class Prompt:
     """`lead` ends the prompt and begins the answer; `manner` is None where the answer is plain text; special tokens
-    that are `shown` have text; `ask` is the grammar (`Params.ask`) of what follows the lead, if there is one."""
+    that are `shown` have text; `ask` is the grammar (`Params.ask`) of what follows the lead, if there is one, or what
+    stands around the one that the request asks for. `alone`: nothing of what the request asks for holds besides."""
 
     ids: list[int]
     lead: str = ""
     manner: ParserOptions | None = None
     shown: frozenset[int] = frozenset()
     ask: dict[str, Any] | None = None
+    alone: bool = False
 
 
 class ChatRenderer:
@@ -71,11 +76,21 @@ class ChatRenderer:
         ids_of = {word: i for word in words if (i := self._llm.tokenizer.id(word)) in special and i is not None}
         single, spell = ask.parallel_tool_calls is False or isinstance(ask.tool_choice, dict), Spelling(ids_of)
         lead, asks = self._forced(must, single, spell, why)
-        if strict(tools) and format is not None and not must:
+        answer = ask.structure()
+        if answer is not None:
+            _check_both(answer, tools, must)
+        if format is not None and not must and answer is not None and answer.field == OPENAI:
+            asks = calls_beside(tools, format, self.shown.opening, spell, single)
+        elif strict(tools) and format is not None and not must:
             asks = optional(tools, format, self.shown.opening, spell, tags, opened)
         reason = None if asks is None else why(asks)
         if reason is not None:
             _refuse(tools, reason, why)
+        exact = answer is not None and blanks_may_come_first(answer.ask)
+        if answer is not None and not must:
+            reasons = tags if tags is not None and not text.rstrip().endswith(tags.close) else None
+            if reasons is not None or asks is not None:
+                asks = around(reasons, opened, not exact, asks, spell)
         if must and tags is not None and opened:
             lead = f"\n{tags.close}\n\n{lead}"
         ids = self._llm.tokenizer.encode(text + lead, add_special=False)
@@ -83,8 +98,8 @@ class ChatRenderer:
             return Prompt(ids)
         schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
         ends = single and (asks is None or not must)  # a grammar of calls alone ends by itself
-        manner = ParserOptions(format, frozenset(schemas), tags, opened, ends, schemas)
-        return Prompt(ids, lead, manner, frozenset(ids_of.values()), asks)
+        manner = ParserOptions(format, frozenset(schemas), tags, opened, ends, schemas, exact)
+        return Prompt(ids, lead, manner, frozenset(ids_of.values()), asks, alone=bool(must))
 
     def _forced(
         self, must: Sequence[Mapping[str, Any]], single: bool, spell: Spelling, why: Why
@@ -118,6 +133,14 @@ class ChatRenderer:
             raise ApiError(400, "this model's chat template writes tool calls in a format that is not known here: "
                            f"leave tools out, or serve it with --tool-format ({', '.join(TOOL_FORMATS[2:])})",
                            "tools", "unsupported_parameter")  # fmt: skip
+
+
+def _check_both(answer: Wanted, tools: Sequence[Mapping[str, Any]], must: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ApiError where a grammar holds the whole answer, and another one its calls. OpenAI's `response_format` is
+    for the final answer alone, which may come instead of calls."""
+    if answer.field != OPENAI and (must or strict(tools)):
+        both = f"tool_choice and strict tools are held by a grammar, and so is the whole answer by {answer.field}: "
+        raise ApiError(400, both + "leave one out", "tool_choice", "invalid_value")
 
 
 def _refuse(tools: Sequence[Mapping[str, Any]], reason: str, why: Why) -> NoReturn:

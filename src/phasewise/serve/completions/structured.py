@@ -12,7 +12,8 @@ from phasewise.serve.failures import ApiError
 
 JSON_OBJECT = {"type": "object"}
 OLDER = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
-FIELDS = ("response_format", "structured_outputs", *OLDER, "json_schema", "grammar")
+OPENAI = "response_format"  # what it says holds for the final answer: a model may call tools before it
+FIELDS = (OPENAI, "structured_outputs", *OLDER, "json_schema", "grammar")
 
 
 class Wanted(NamedTuple):

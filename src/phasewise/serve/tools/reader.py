@@ -15,7 +15,8 @@ from phasewise.serve.tools.scan import Brackets, KnownTools, until
 @dataclass(frozen=True)
 class ParserOptions:
     """Settings of a parser: calls of this `format` to these `tools`, if there are any; reasoning between `tags`, if it
-    is split off, which the prompt may have `opened`; `single`: the answer ends with its first call."""
+    is split off, which the prompt may have `opened`; `single`: the answer ends with its first call; `exact`: white
+    space after reasoning is the answer's own."""
 
     format: Format | None = None
     tools: frozenset[str] = frozenset()
@@ -23,6 +24,7 @@ class ParserOptions:
     opened: bool = False
     single: bool = False
     schemas: Mapping[str, Any] = field(default_factory=dict)  # of the tools' parameters, by their names
+    exact: bool = False
 
 
 class OutputParser:
@@ -33,7 +35,9 @@ class OutputParser:
         self.done = False  # the answer has ended with its first call, whatever the model still writes
         self._out, self._single, self._arguments = DeltaCollector(), manner.single, Brackets()
         steps = _steps(manner, self._out)
-        self._steps = steps if manner.tags is None else split(self._out, manner.tags, manner.opened, steps)
+        if manner.tags is not None:
+            steps = split(self._out, manner.tags, manner.opened, steps, manner.exact)
+        self._steps = steps
         next(self._steps)
 
     def push(self, text: str) -> list[OutputDelta]:

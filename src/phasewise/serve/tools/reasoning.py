@@ -19,10 +19,10 @@ class Tags:
 TAGS = {"think": Tags("<think>", "</think>"), "mistral": Tags("[THINK]", "[/THINK]")}
 
 
-def split(out: DeltaCollector, tags: Tags, opened: bool, content: Steps) -> Steps:
+def split(out: DeltaCollector, tags: Tags, opened: bool, content: Steps, exact: bool = False) -> Steps:
     """Reasoning, and what follows it for another reader. `opened`: the prompt ends with the opening tag.
 
-    Without the opening tag all is content. White space beside the tags is dropped.
+    Without the opening tag all is content. White space beside the tags is dropped, but where the content is `exact`.
     """
     next(content)
     c, held = (yield), ""
@@ -38,7 +38,7 @@ def split(out: DeltaCollector, tags: Tags, opened: bool, content: Steps) -> Step
                 break
     if opened:
         _, _, c = yield from until(out, c, (tags.close,), kind="reasoning")
-        out.fresh = True
+        out.fresh = not exact
     for each in held:
         content.send(each)
     while c:
