@@ -153,3 +153,9 @@ def test_a_format_that_cannot_be_held_is_still_refused_by_name(hermes: Server) -
     with pytest.raises(openai.BadRequestError, match=r"const=9007199254740993 is beyond 2\^53") as caught:
         hermes.client().chat.completions.create(**asked("", response_format=wrong))
     assert caught.value.body["param"] == "response_format"  # type: ignore[index]
+    bounds = {"type": "object", "properties": {"id": {"type": "integer", "maximum": 2**63 - 1}}}
+    strict: Any = {"type": "function", "function": {"name": "f", "parameters": bounds, "strict": True}}
+    for more in ({}, {"response_format": FORMAT}, {"tool_choice": "required"}):
+        with pytest.raises(openai.BadRequestError, match=r"f: .*maximum=9223372036854775807 is beyond") as caught:
+            hermes.client().chat.completions.create(**asked("", tools=[strict], **more))
+        assert caught.value.body["param"] == "tools"  # type: ignore[index]

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 KINDS = ("json_schema", "regex", "choice", "grammar")
 AROUND = "around"  # grammars in which @answer is what one of KINDS asks for: {"start": Lark, name: Lark}
 REASONING = "reasoning"  # tags within which an end token is the reasoning's end: {"open", "close", "opened"}
+PANIC = "PanicException"  # of Rust: no Exception
 KEPT = 128  # compiled grammars
 TEXT = 1 << 17  # characters of a schema, of all choices
 RULES = {"regex": 1 << 14, "grammar": 1 << 16}  # characters of these
@@ -88,13 +89,18 @@ def compiled(ask: Mapping[str, Any], tokenizer: LLTokenizer) -> Compiled:
     kind, text = written(ask)
     if AROUND in ask:
         text = _around(ask[AROUND], text, lark=kind in ("choice", "grammar"))
-    matcher = LLMatcher(tokenizer, text, log_level=0, limits=_limits())
-    if not matcher.is_error():
-        matcher.compute_bitmask()  # some find out here that they are too complex, or allow nothing
+    try:
+        matcher = LLMatcher(tokenizer, text, log_level=0, limits=_limits())
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # some find out here that they are too complex, or allow nothing
+    except BaseException as failed:
+        if type(failed).__name__ != PANIC:
+            raise
+        raise UserError(f"{kind} cannot be honoured: {reason(PANIC)}") from failed
     if matcher.is_error():
         error = matcher.get_error()
         raise UserError(
-            f"{kind} cannot be honoured: {'no text follows it' if 'NoExtension' in error else _reason(error)}"
+            f"{kind} cannot be honoured: {'no text follows it' if 'NoExtension' in error else reason(error)}"
         )
     return Compiled(matcher)
 
@@ -114,7 +120,10 @@ def written(ask: Mapping[str, Any]) -> tuple[str, str]:
         if not isinstance(value, dict):
             raise UserError("json_schema must be a JSON Schema: an object")
         _bounded(value)
-        return kind, LLMatcher.grammar_from_json_schema(value, overrides=OPTIONS)
+        try:
+            return kind, LLMatcher.grammar_from_json_schema(json.dumps(value), overrides=OPTIONS)
+        except ValueError as error:
+            raise UserError(f"{kind} cannot be honoured: {reason(str(error))}") from error
     if kind == "choice":
         return kind, LLMatcher.grammar_from_lark(f"start: {' | '.join(_choices(value))}")
     if not isinstance(value, str) or not value:
@@ -125,7 +134,7 @@ def written(ask: Mapping[str, Any]) -> tuple[str, str]:
     try:
         return kind, grammar_from("regex" if kind == "regex" else "grammar", value)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{kind} cannot be honoured: {_reason(str(error) or 'nested too deep')}") from error
+        raise UserError(f"{kind} cannot be honoured: {reason(str(error) or 'nested too deep')}") from error
 
 
 def _around(grammars: Mapping[str, str], answer: str, lark: bool) -> str:
@@ -230,6 +239,8 @@ def _limits() -> LLParserLimits:
     return LLParserLimits(max_grammar_size=200_000, verbose_errors=False)
 
 
-def _reason(error: str) -> str:
-    """The message of a mistake, on one line."""
-    return " ".join(error.split())[:400]
+def reason(error: str) -> str:
+    """The message of a mistake, on one line. Those about llguidance's own code are left out."""
+    if "panic" in error.lower():
+        return "llguidance has failed on it"
+    return " ".join(error.partition("<non-verbose>")[0].split())[:400]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from phasewise.catalog import part
 from phasewise.errors import Unanswerable, UserError
-from phasewise.methods.sample._grammars import AROUND, KINDS, REASONING, Compiled, Grammars, grammars_of
+from phasewise.methods.sample._grammars import AROUND, KINDS, REASONING, Compiled, Grammars, grammars_of, reason
 from phasewise.methods.sample._reasoning import ReasoningTags
 from phasewise.methods.sample._rest import Chained
 from phasewise.methods.sample._rules import goes_on
@@ -146,7 +146,7 @@ class GrammarState(Drawer):
         if self._matcher.is_error() and "NoExtension" in self._matcher.get_error():
             mask[:] = 0
         elif self._matcher.is_error():
-            raise Unanswerable(f"the grammar has become too complex: {self._matcher.get_error()}")
+            raise Unanswerable(f"the grammar has become too complex: {reason(self._matcher.get_error())}")
         if stops and self._matcher.is_accepting():
             mask |= self.words.mask(stops)
         if first and self.words.strips is not None:

@@ -1,7 +1,7 @@
 """<tool_call><function=f><parameter=x>value</parameter></function></tool_call>, anywhere (Qwen3-Coder): told as JSON.
 
-Values are text between tags, one line break on either side of them. What a parameter's schema holds to be no text is
-told as JSON when all of it is there; what is no JSON either is text.
+Values are text between tags, one line break on either side of them. What a parameter's schema does not hold to be text
+is told as JSON when all of it is there (typed.py).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Generator
 from phasewise.serve.tools.deltas import DeltaCollector, Steps
 from phasewise.serve.tools.scan import KnownTools, spaces, until, word
 from phasewise.serve.tools.tagged import DONE, END, PARAMETER, tagged_call
+from phasewise.serve.tools.typed import ArgumentType
 
 OPEN, CLOSE, FUNCTION = "<tool_call>", "</tool_call>", "<function="
 OPENING = "<tool_call>\n<function={name}>\n"
@@ -21,7 +22,7 @@ HELD = tagged_call
 SHOWN = r"<function="
 TOKENS = (OPEN, CLOSE)
 LONGEST = 256  # characters of a name, which no tag may exceed
-WORDS = {"true": "true", "false": "false", "none": "null", "null": "null"}
+NULL = "null"
 Read = Generator[None, str, tuple[str, str]]  # what was read and is not used, and the next character
 
 
@@ -64,8 +65,8 @@ def _function(out: DeltaCollector, c: str, known: KnownTools) -> Read:
             if key.endswith(">"):
                 out.arguments(f"{'' if first else ', '}{json.dumps(key[:-1], ensure_ascii=False)}: ")
                 first = False
-                text = known.text(name[:-1], key[:-1])
-                whole, c = yield from (_text(out, c) if text else _value(out, c))
+                kind = known.argument(name[:-1], key[:-1])
+                whole, c = yield from (_text(out, c) if kind.is_text else _value(out, c, kind))
                 if whole:
                     continue
                 return "", c
@@ -76,16 +77,16 @@ def _function(out: DeltaCollector, c: str, known: KnownTools) -> Read:
         return (gap if tag or c else "") + tag, c
 
 
-def _text(out: DeltaCollector, c: str) -> Generator[None, str, tuple[bool, str]]:
-    """A text, as it comes; whether its end came, too."""
+def _text(out: DeltaCollector, c: str, begun: str = "") -> Generator[None, str, tuple[bool, str]]:
+    """A text, as it comes; whether its end came, too. `begun`: what has come of it."""
     out.arguments('"')
-    c = yield from _after_break(c)
+    if not begun:
+        c = yield from _after_break(c)
     held = ""
+    for letter in begun:
+        held = _said(out, held + letter)
     while c:
-        held += c
-        while held and not (f"\n{DONE}".startswith(held) or DONE.startswith(held)):
-            out.arguments(_inside(held[0]))
-            held = held[1:]
+        held = _said(out, held + c)
         c = yield
         if held in (DONE, f"\n{DONE}"):
             out.arguments('"')
@@ -94,30 +95,28 @@ def _text(out: DeltaCollector, c: str) -> Generator[None, str, tuple[bool, str]]
     return False, ""
 
 
-def _value(out: DeltaCollector, c: str) -> Generator[None, str, tuple[bool, str]]:
-    """The same of a value that is to be JSON."""
+def _said(out: DeltaCollector, held: str) -> str:
+    """Tell what can be no part of the tag that ends a text; what may be one is held."""
+    while held and not (f"\n{DONE}".startswith(held) or DONE.startswith(held)):
+        out.arguments(_inside(held[0]))
+        held = held[1:]
+    return held
+
+
+def _value(out: DeltaCollector, c: str, kind: ArgumentType) -> Generator[None, str, tuple[bool, str]]:
+    """The same of a value that is told when all of it is there, or, where it is a text if it is not null, once it
+    cannot be that."""
     c, held = (yield from _after_break(c)), ""
     while c and not held.endswith(DONE):
         held += c
+        if kind.is_text_or_null and not any(end.startswith(held) for end in (NULL + DONE, f"{NULL}\n{DONE}")):
+            return (yield from _text(out, (yield), held))
         c = yield
     if not held.endswith(DONE):
         out.arguments(held)
         return False, c
-    said = held.removesuffix(DONE).removesuffix("\n")
-    out.arguments(_json(said))
+    out.arguments(kind.told(held.removesuffix(DONE).removesuffix("\n")))
     return True, c
-
-
-def _json(said: str) -> str:
-    try:
-        json.loads(said, parse_constant=_refuse)
-        return said.strip()
-    except (ValueError, RecursionError):
-        return WORDS.get(said.strip().lower()) or json.dumps(said, ensure_ascii=False)
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(constant)
 
 
 def _after_break(c: str) -> Generator[None, str, str]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phasewise.serve.tools.deltas import DeltaCollector, Kind
+from phasewise.serve.tools.typed import ArgumentType, argument
 
 OUTSIDE = frozenset(string.ascii_letters + string.digits + string.whitespace + "+-.,:")  # of JSON, between strings
 CLOSES = {"{": "}", "[": "]"}
@@ -35,17 +36,9 @@ class KnownTools:
     def __call__(self, name: str) -> bool:
         return name in self.names
 
-    def text(self, name: str, key: str) -> bool:
-        """True if this parameter is text by its schema, and not JSON of another kind."""
-        schema = self.schemas.get(name)
-        for part in ("properties", key):
-            schema = schema.get(part) if isinstance(schema, Mapping) else None
-        if not isinstance(schema, Mapping) or not schema:
-            return True
-        values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-        if isinstance(values, list) and "type" not in schema:
-            return all(isinstance(value, str) for value in values)
-        return schema.get("type") == "string"
+    def argument(self, name: str, key: str) -> ArgumentType:
+        """What the schema of a tool says of a parameter."""
+        return argument(self.schemas.get(name), key)
 
 
 def spaces(c: str, besides: str = "") -> Generator[None, str, tuple[str, str]]:

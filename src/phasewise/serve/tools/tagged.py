@@ -7,8 +7,8 @@ from typing import Any
 
 from phasewise.serve.tools.calls import refused, schema_rule
 from phasewise.serve.tools.members import ABOUT, DEFINITIONS, ToolArgument, members, only
-from phasewise.serve.tools.scan import KnownTools
 from phasewise.serve.tools.spelling import Spelling, quoted
+from phasewise.serve.tools.typed import ArgumentType, plain
 
 PARAMETER, DONE, END = "<parameter=", "</parameter>", "</function>"
 KEY = "/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"
@@ -22,23 +22,23 @@ def tagged_call(rule: str, function: Mapping[str, Any], item: str, spell: Spelli
         any_ = f'"{PARAMETER}" {KEY} ">\\n" {rule}_any "\\n"'
         return [f'{rule}: {spell(item)} ({any_})* "{END}\\n"', _text(f"{rule}_any", "")]
     rules, parts = list[str](), []
-    known = KnownTools(frozenset(), {function["name"]: function.get("parameters")})
     for i, member in enumerate(members(function)):
         name = f"{rule}_{i}"
         opened = quoted(f"{PARAMETER}{member.key}>\n")
         parts.append(name if member.required else f"{name}?")
         if _forbidden(member.key):
             raise refused(function, f"properties: {member.key!r}, which no tag can name")
-        if known.text(function["name"], member.key):
-            rules += _said(name, opened, member, function)
+        kind = ArgumentType(member.schema, member.schema)
+        if kind.is_text or kind.is_text_or_null:
+            rules += _said(name, opened, member, function, kind.is_text_or_null)
         else:
             rules += [f'{name}: {opened} {name}_value "\\n{DONE}\\n"', f"{name}_value: {schema_rule(member.schema)}"]
     return [f'{rule}: {spell(item)} {" ".join(parts)} "{END}\\n"', *rules]
 
 
-def _said(name: str, opened: str, member: ToolArgument, function: Mapping[str, Any]) -> list[str]:
-    """The rules of a parameter that is text."""
-    schema = member.schema
+def _said(name: str, opened: str, member: ToolArgument, function: Mapping[str, Any], null: bool) -> list[str]:
+    """The rules of a parameter that is text, or that or null."""
+    schema = plain(member.schema, member.schema)
     only(function, schema, TEXT)
     low, high = schema.get("minLength", 0), schema.get("maxLength", "")
     if "enum" in schema or "const" in schema:
@@ -49,7 +49,7 @@ def _said(name: str, opened: str, member: ToolArgument, function: Mapping[str, A
         wrong = [value for value in values if not isinstance(value, str) or DONE in value]
         if wrong or not values or {"minLength", "maxLength"} & schema.keys():
             raise refused(function, f"an enum of {member.key} that is not written as text")
-        either = " | ".join(quoted(f"{value}\n{DONE}\n") for value in values)
+        either = " | ".join(quoted(f"{value}\n{DONE}\n") for value in [*values, *(["null"] if null else [])])
         return [f"{name}: {opened} ({either})"]
     if not all(type(bound) is int and bound >= 0 for bound in (low, high or 0)):
         raise refused(function, f"a minLength or maxLength of {member.key} that is no whole number")
