@@ -118,6 +118,18 @@ def test_a_short_load_that_tells_nothing_of_some_orders_the_others(monkeypatch: 
     assert search(space, asked)[0] == search(space, asked, prune=False)[0]
 
 
+@pytest.mark.thorough  # 198 choices, each measured to the end
+def test_a_whole_case_of_eight_devices_has_the_exhaustive_winner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All placements of eight devices, mixed pools among them, as `phasewise plan --exhaustive` would try them."""
+    monkeypatch.setattr("phasewise.plan.search.FEWEST", 60 // SHORT)
+    space = SearchSpace(8, places(8), ("sarathi:budget=256", "splitwise"))
+    asked = replace(question(SLO(0.3, 0.05)), load=Load(Fixed(100, 10), 60, None, 1.0, 3))
+    brute = search(space, asked, prune=False, processes=2)
+    pruned = search(space, asked, processes=2)
+    assert len(brute) == len(pruned) == 2 * len(places(8)) and sum(one.pruned for one in pruned) > 150
+    assert pruned[:2] == brute[:2]
+
+
 def test_an_error_in_another_process_is_raised_here() -> None:
     with pytest.raises(TooShort, match="all 60 requests at once are in time"):
         search(SMALL, question(SLO(1000.0, None)), processes=2)

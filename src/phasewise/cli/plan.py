@@ -108,6 +108,9 @@ class PlanSpace:
             help="Instead of targets: Splitwise's nine limits of slow-downs against a lone request on such a machine.",
         ),
     ] = None
+    exhaustive: Annotated[
+        bool, typer.Option("--exhaustive", help="Measure every choice to the end, also those that cannot be the best.")
+    ] = False
     draft: Annotated[str, typer.Option(metavar="METHOD", help="With --accept: the drafter, one with a knob `k`.")] = (
         DRAFTER
     )
@@ -231,7 +234,7 @@ def plan(
     if written.replan is not None:
         raise typer.Exit(0 if watch(written, question, where) else MISFIT)
     with counting("choices", len(list(where.choices()))) as tell:
-        found = search.search(where, question, tell, processes=cores())
+        found = search.search(where, question, tell, prune=not space.exhaustive, processes=cores())
     best, other = found[0], search.runner_up(found)
     iso = question.goal in search.ISO
     count = question.copies(best.choice, best.devices) if iso else search.replicas(best, space.devices, asked.rate)

@@ -16,9 +16,11 @@ from phasewise.errors import UserError
 from phasewise.plan import side_by_side
 from phasewise.plan.arrivals import Load
 from phasewise.plan.layout import Affinity, Layout, fits
+from phasewise.plan.sequence import SimulatedRequest
 from phasewise.plan.setting import CostsByRole, ServerSetting
 from phasewise.plan.simulate import (
     LEAST,
+    MOST,
     Best,
     LoadOutcome,
     Scenario,
@@ -241,9 +243,19 @@ class Question:
     def share(self, scenario: Scenario, rate: float) -> float:
         """The share of requests within the targets at this rate; 0 if it is less than `bench.goodput.SHARE`. Of
         slow-downs, 1 if all conditions hold."""
+        return self._share(scenario, self.load.jobs(self.slo, rate))
+
+    def _share(self, scenario: Scenario, jobs: Sequence[SimulatedRequest]) -> float:
         if self.slowdowns is not None:
-            return float(within(scenario, self.load.jobs(self.slo, rate), self.slowdowns))
-        return share_at_least(scenario, self.load.jobs(self.slo, rate), self.slo, SHARE)
+            return float(within(scenario, jobs, self.slowdowns))
+        return share_at_least(scenario, jobs, self.slo, SHARE)
+
+    def at_once(self, scenario: Scenario) -> float:
+        """Requests/s that are served when all come at once, if targets are met even then; otherwise 0."""
+        jobs = self.load.jobs(self.slo, MOST)
+        if self._share(scenario, jobs) < SHARE:
+            return 0.0
+        return len(jobs) / max(job.last_token for job in jobs if job.last_token is not None)
 
     def goodput(self, scenario: Scenario, guess: float, known: Mapping[float, float] = NOTHING_KNOWN) -> Best:
         """The highest rate, looked for around a guess; 0: anywhere. `known`: shares at rates that were simulated."""
@@ -308,17 +320,19 @@ def _buildable(space: Space, question: Question) -> tuple[list[Buildable], str]:
 
 
 def _promising(every: list[Buildable], question: Question, processes: int) -> list[Buildable]:
-    """The same choices in the order of what they carry of the load's first requests."""
+    """The same choices in the order of what they carry of the load's first requests. Those that serve them in time even
+    all at once come first, in the order of how fast that is."""
     short = replace(question, load=replace(question.load, requests=question.load.requests // SHORT),
                     precision=max(COARSE, question.precision))  # fmt: skip
     found = _each(every, short, True, processes, lambda done, note="": None, short=True)
-    return [(one.choice, one.devices) for one in sorted(found, key=lambda one: (one.pruned, -one.worth))]
+    found.sort(key=lambda one: (one.pruned, -one.worth, -one.rate / question.weight(one.choice, one.devices)))
+    return [(one.choice, one.devices) for one in found]
 
 
 def _each(
     every: Sequence[Buildable], question: Question, prune: bool, processes: int, tell: Tell, short: bool = False
 ) -> list[Tried]:
-    """What becomes of each choice. `short`: a load that ends too soon to tell stands for any rate."""
+    """What becomes of each choice. `short`: of a load that may end too soon to tell."""
     found: list[Tried] = []
 
     def second() -> float:
@@ -327,11 +341,11 @@ def _each(
         return sorted((0.0, 0.0, *known))[-2] if prune else 0.0
 
     def work(one: Buildable, best: float) -> Tried:
-        return _tried(*one, question, best)
+        return (short and _at_once(*one, question)) or _tried(*one, question, best)
 
     for place, one in side_by_side.each(every, work, second, processes):
         if isinstance(one, TooShort) and short:
-            one = Tried(*every[place], math.inf, math.inf)
+            one = Tried(*every[place], 0.0, math.inf)
         if isinstance(one, Exception):
             raise one
         assert isinstance(one, Tried)
@@ -339,6 +353,12 @@ def _each(
         best = max(found, key=lambda each: 0.0 if each.pruned else each.worth)
         tell(len(found), f"best so far: {best.choice}, {best.rate:.3g} requests/s of {best.devices} devices")
     return found
+
+
+def _at_once(choice: Choice, devices: int, question: Question) -> Tried | None:
+    """The choice at any rate, if it serves all requests at once in time; `rate` is how many it serves then."""
+    rate = question.at_once(question.scenario(choice))
+    return Tried(choice, devices, rate, math.inf) if rate else None
 
 
 def _tried(choice: Choice, devices: int, question: Question, best: float) -> Tried:
