@@ -94,10 +94,16 @@ def test_pruning_changes_no_winner(processes: int, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr("phasewise.plan.search.FEWEST", asked.load.requests // SHORT)
     assert len(list(space.choices())) > FEW and asked.load.requests < SHORT * FEWEST
     told: list[str] = []
+    firsts: list[str] = []
+
+    def tell(done: int, note: str = "") -> None:
+        (told if done else firsts).append(note)
+
     brute = search(space, asked, prune=False)
-    pruned = search(space, asked, lambda done, note="": told.append(note), processes=processes)
+    pruned = search(space, asked, tell, processes=processes)
     assert len(brute) == len(pruned) == len(told) == len(list(space.choices()))
     assert any(one.pruned for one in pruned), "nothing was spared"
+    assert len(firsts) == (len(brute) if processes == 2 else 0)
     ends = {one.choice: one for one in brute}
     for mine, theirs in zip(pruned[:2], brute[:2]):
         assert not mine.pruned and mine == ends[mine.choice]

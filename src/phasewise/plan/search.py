@@ -289,7 +289,7 @@ def search(
     With `prune`, a choice that fails at the rate per device of the second best so far is not measured further: as
     shares fall with the rate, it can be neither winner nor runner-up. So the first two are those of the exhaustive
     search. That good ones come first, all are tried on a short load before. `tell` hears how many are done, and of the
-    best so far.
+    best so far; none is done while a short load is tried.
 
     Raises UserError where nothing can be built, and, naming the nearest that can be met, where no rate is low enough.
     """
@@ -298,7 +298,7 @@ def search(
         raise UserError(f"nothing can be built of {space.devices} devices: {refused or 'no choice fits'}")
     prune = prune and question.goal in BY_WEIGHT
     if prune and question.load.requests >= SHORT * FEWEST and len(every) > FEW:
-        every = _promising(every, question, processes)
+        every = _promising(every, question, processes, tell)
     found = _each(every, question, prune, processes, tell)
     if not any(one.worth for one in found):
         raise UserError(impossible([one.choice for one in found], question))
@@ -319,12 +319,16 @@ def _buildable(space: Space, question: Question) -> tuple[list[Buildable], str]:
     return found, refused
 
 
-def _promising(every: list[Buildable], question: Question, processes: int) -> list[Buildable]:
+def _promising(every: list[Buildable], question: Question, processes: int, tell: Tell) -> list[Buildable]:
     """The same choices in the order of what they carry of the load's first requests. Those that serve them in time even
     all at once come first, in the order of how fast that is."""
     short = replace(question, load=replace(question.load, requests=question.load.requests // SHORT),
                     precision=max(COARSE, question.precision))  # fmt: skip
-    found = _each(every, short, True, processes, lambda done, note="": None, short=True)
+
+    def first(done: int, note: str = "") -> None:
+        tell(0, f"{done} tried on a short load first")
+
+    found = _each(every, short, True, processes, first, short=True)
     found.sort(key=lambda one: (one.pruned, -one.worth, -one.rate / question.weight(one.choice, one.devices)))
     return [(one.choice, one.devices) for one in found]
 
