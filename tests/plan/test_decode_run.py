@@ -50,7 +50,7 @@ def test_together_as_step_by_step(name: str, place: str, more: dict[str, Any], m
     apart = replace(together, layout=replace(layout, engine=replace(layout.engine, decodes_all=False)))
     runs: list[int] = []
     write = DecodeRun.write
-    monkeypatch.setattr(DecodeRun, "write", lambda self: (runs.append(self._steps), write(self)))
+    monkeypatch.setattr(DecodeRun, "write", lambda self: (runs.append(self.steps), write(self)))
     tbt = 0.1 if place == "colocated" else None
     found = everything(together, tbt)
     assert place == "semi_pd" or sum(runs) > 50, "hardly a step was counted together"

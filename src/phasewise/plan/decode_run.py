@@ -15,12 +15,12 @@ class DecodeRun:
     It ends before the step that brings a request's last token. KV grows in the same step and order as without it.
     """
 
-    __slots__ = ("_full", "_jobs", "_left", "_over", "_room", "_steps", "_times", "context")
+    __slots__ = ("_full", "_jobs", "_left", "_over", "_room", "_times", "context", "steps")
 
     def __init__(self, jobs: Sequence[SimulatedSequence], room: Callable[[int], bool]) -> None:
         """`room` tells whether the ledger has so many bytes. Raises ValueError for requests that bring other rows."""
         self._jobs, self._room = list(jobs), room
-        self._steps, self._over = 0, 0.0  # that are over, and when the last one was
+        self.steps, self._over = 0, 0.0  # that are over and not written yet, and when the last one was
         self._left = min((job.limit - job.known for job in jobs), default=0) - 1
         self._times: list[float] | None = [] if any(job.stamps.tokens is not None for job in jobs) else None
         self._full: list[tuple[int, int]] = []  # after so many steps, the room of this request is used up
@@ -36,16 +36,16 @@ class DecodeRun:
         """Returns the next step, or None where the run is over: a request is about to end, or finds no room."""
         if self._left <= 0:
             return None
-        while self._full[0][0] <= self._steps:
+        while self._full[0][0] <= self.steps:
             place = self._full[0][1]
             kv = self._jobs[place].kv
             assert kv is not None
-            kv.spare -= self._steps
+            kv.spare -= self.steps
             if not self._room(kv.growth(1)):
-                kv.spare += self._steps
+                kv.spare += self.steps
                 return None
             kv.reserve(1)
-            kv.spare += self._steps
+            kv.spare += self.steps
             heappop(self._full)
             heappush(self._full, (kv.spare, place))
         n = len(self._jobs)
@@ -54,7 +54,7 @@ class DecodeRun:
     def finish(self, now: float) -> int:
         """A step is over. Returns how many tokens it brought."""
         n = len(self._jobs)
-        self._steps += 1
+        self.steps += 1
         self._left -= 1
         self._over = now
         self.context += n
@@ -64,7 +64,7 @@ class DecodeRun:
 
     def write(self) -> None:
         """Bring the requests up to date. The run must not be used afterwards."""
-        steps = self._steps
+        steps = self.steps
         if not steps:
             return
         for job in self._jobs:

@@ -146,8 +146,8 @@ class SimulatedEngine:
     @property
     def growth(self) -> int:
         """KV bytes that let every running request grow a bit."""
-        self.settle()
-        return sum(stride(job.known) for job in self.running) * self.row_bytes
+        ahead = 0 if self._run is None else self._run.steps
+        return sum(stride(job.known + ahead) for job in self.running) * self.row_bytes
 
     # ---- steps
     def begin(self, now: float) -> tuple[float, float] | None:
