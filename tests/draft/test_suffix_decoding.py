@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -13,17 +14,18 @@ from phasewise.methods.draft._earlier import Cursor, Earlier
 from phasewise.methods.draft.paced import Pacer
 from phasewise.methods.draft.suffix_decoding import CHUNK, EARLIER, LATEST, NAME, ONLY, SuffixDecoding, Suffixes
 from phasewise.methods.verify.match import Match
+from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.verbs.draft import Draft
 from phasewise.verbs.sample import Dist
 from tests import tiny
 
 
-def bound(**knobs: float) -> Suffixes:
+def bound(**knobs: Any) -> Suffixes:
     return SuffixDecoding(**knobs).bind(None)  # type: ignore[arg-type]
 
 
-def guess(tokens: Sequence[int], budget: int = 100, most: int = 100, **knobs: float) -> Draft | None:
+def guess(tokens: Sequence[int], budget: int = 100, most: int = 100, **knobs: Any) -> Draft | None:
     return bound(**knobs).draft([Request(tokens, tiny.greedy(most))], [budget])[0]
 
 
@@ -234,10 +236,87 @@ def test_an_answer_given_before_is_guessed_from_then_on() -> None:
 
 def test_a_break_is_never_guessed() -> None:
     """What follows the end of an answer is no token."""
-    drafter = bound(scope="engine", branches=3)  # type: ignore[arg-type]
-    drafter.earlier.add([5, 6, 7])
-    drafter.earlier.add([8, 6, 7])
-    assert drafter.draft([Request([1, 6, 7], tiny.greedy(100))], [100]) == [None]
+    for scores in ("recency", "frequency"):
+        drafter = bound(scope="engine", branches=3, scores=scores)
+        drafter.earlier.add([5, 6, 7])
+        drafter.earlier.add([8, 6, 7])
+        assert drafter.draft([Request([1, 6, 7], tiny.greedy(100))], [100]) == [None]
+
+
+# ---- by frequency
+def occurrences(tokens: Sequence[int], part: Sequence[int]) -> int:
+    return sum(list(tokens[i : i + len(part)]) == list(part) for i in range(len(tokens) - len(part) + 1))
+
+
+def counted(tokens: list[int], length: int, nodes: int, branches: int, least: float) -> dict[tuple[int, ...], float]:
+    """The chances of the likeliest paths behind the last `length` tokens, by counting."""
+    done, ahead, at = dict[tuple[int, ...], float](), dict[tuple[int, ...], float](), ()
+    reached = {(): 1.0}
+    while len(done) < nodes:
+        counts = {token: occurrences(tokens, [*tokens[-length:], *at, token]) for token in range(4)}
+        total = sum(counts.values())
+        for token in sorted(counts, key=lambda token: -counts[token])[:branches]:
+            if counts[token] and reached[at] * counts[token] / total >= least:
+                ahead[(*at, token)] = reached[at] * counts[token] / total
+        if not ahead:
+            break
+        at = max(ahead, key=lambda path: ahead[path])
+        done[at] = reached[at] = ahead.pop(at)
+    return done
+
+
+def chances(draft: Draft) -> dict[tuple[int, ...], float]:
+    """Of each path in a draft, by what it says of its nodes."""
+    assert draft.likely is not None
+    found = list[float]()
+    for parent, likely in zip(draft.parents, draft.likely):
+        found.append(likely * (1.0 if parent < 0 else found[parent]))
+    return {draft.path(node): chance for node, chance in enumerate(found)}
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.5])
+def test_the_tree_of_the_most_expected_tokens_is_taken(factor: float) -> None:
+    """Over all lengths of a match, against counting; all followers are guessed, so that ties do not matter."""
+    rng, cut = random.Random(int(factor)), 0
+    for _ in range(300):
+        tokens = [rng.randrange(4) for _ in range(rng.randrange(2, 30))]
+        trees = [
+            counted(tokens, length, min(24, int(factor * length)), 4, 0.05)
+            for length in range(1, len(tokens))
+            if occurrences(tokens[:-1], tokens[-length:])
+        ]
+        want = max((sum(tree.values()) for tree in trees), default=0.0)
+        drafter = bound(scores="frequency", factor=factor, branches=3, nodes=24)
+        object.__setattr__(drafter.knobs, "branches", 4)
+        draft = drafter.draft([Request(tokens, tiny.greedy(100))], [100])[0]
+        if draft is None:
+            assert want == 0.0
+            continue
+        found = chances(draft)
+        assert sum(found.values()) == pytest.approx(want)
+        every = {path: chance for length in range(1, len(tokens)) if occurrences(tokens[:-1], tokens[-length:])
+                 for path, chance in counted(tokens, length, 999, 4, 0.05).items() if path in found
+                 and chance == pytest.approx(found[path])}  # fmt: skip
+        assert every.keys() == found.keys(), "each chance is what was counted"
+        cut += len(found) >= factor
+    assert cut > 100
+
+
+def test_what_followed_often_comes_before_what_followed_last() -> None:
+    text = [1, 2, 1, 2, 1, 2, 1, 3, 9, 1]
+    often, last = (guess(text, scores=scores, nodes=1, branches=1) for scores in ("frequency", "recency"))
+    assert often is not None and last is not None
+    assert (often.tokens, often.likely) == ([2], [0.75]) and last.tokens == [3]
+
+
+def test_by_frequency_no_token_changes() -> None:
+    prompts = tiny.prompts(20, 33)
+    for params in (tiny.greedy(40), Params(max_tokens=40, temperature=0.3, seed=5, ignore_eos=True)):
+        for scope in ("request", "engine"):
+            placed = tiny.engine({"draft": f"suffix_decoding:scores=frequency,scope={scope}"})
+            for _ in range(2):
+                assert tiny.outs(tiny.run(placed, prompts, params)) == tiny.plain(prompts, params)
+            assert placed.counters.accepted > 0
 
 
 def test_lossy_verifiers_may_not_let_tokens_depend_on_others() -> None:
@@ -254,3 +333,5 @@ def test_knobs_out_of_range_are_refused(knob: str, value: int) -> None:
 def test_a_chance_is_no_certainty() -> None:
     with pytest.raises(UserError, match="least=1 must lie between 0 and 1"):
         SuffixDecoding(least=1.0)
+    with pytest.raises(UserError, match="factor=0 must be above 0"):
+        SuffixDecoding(factor=0)

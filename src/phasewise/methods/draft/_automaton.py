@@ -19,17 +19,19 @@ def automaton() -> SuffixAutomaton | NativeSuffixAutomaton:
 class SuffixAutomaton:
     """Every substring of the tokens so far, as states of substrings that end at the same places.
 
-    Amortised O(1) time and memory per token. A state knows where its substrings ended last; only where more than
-    `MARKED` different matches nest (long runs of a short period) may the shortest of them know an older place.
+    Amortised O(1) time and memory per token. A state knows where its substrings ended last, and how often they have
+    occurred; only where more than `MARKED` different matches nest (long runs of a short period) may the shortest of
+    them know an older place and a lower number.
     """
 
-    __slots__ = ("_end", "_last", "_length", "_link", "_next", "n")
+    __slots__ = ("_count", "_end", "_last", "_length", "_link", "_next", "n")
 
     def __init__(self) -> None:
         self._next: list[dict[int, int]] = [{}]
         self._link = [-1]  # the state of the longest suffix that also ends elsewhere
         self._length = [0]  # of the state's longest substring
         self._end = [-1]  # position of a substring's last token
+        self._count = [0]  # occurrences of a substring
         self._last = 0  # the state of the whole text
         self.n = 0
 
@@ -37,7 +39,7 @@ class SuffixAutomaton:
         twin = SuffixAutomaton()
         twin._next = [edges.copy() for edges in self._next]
         twin._link, twin._length, twin._end = self._link.copy(), self._length.copy(), self._end.copy()
-        twin._last, twin.n = self._last, self.n
+        twin._count, twin._last, twin.n = self._count.copy(), self._last, self.n
         return twin
 
     @property
@@ -46,7 +48,7 @@ class SuffixAutomaton:
         return self._length[self._link[self._last]] if self.n else 0
 
     def extend(self, token: int) -> None:
-        now = self._state({}, 0, self._length[self._last] + 1, self.n)
+        now = self._state({}, 0, self._length[self._last] + 1, self.n, 1)
         state = self._last
         while state >= 0 and token not in self._next[state]:
             self._next[state][token] = now
@@ -59,6 +61,7 @@ class SuffixAutomaton:
             if link <= 0:
                 break
             self._end[link] = self.n
+            self._count[link] += 1
             link = self._link[link]
         self.n += 1
 
@@ -95,6 +98,20 @@ class SuffixAutomaton:
                 yield match, sorted(edges, key=lambda token: -end[edges[token]])
             state = self._link[state]
             match = self._length[state]
+
+    def matches(self, state: int, match: int, shortest: int) -> Iterator[tuple[int, int]]:
+        """Yields the state and the length of the `match` tokens of `state` and of their suffixes of at least `shortest`
+        tokens, longest first: those that were followed by other tokens, or otherwise often. At most `MARKED`."""
+        for _ in range(MARKED):
+            if match < shortest or state <= 0:
+                return
+            yield state, match
+            state = self._link[state]
+            match = self._length[state]
+
+    def counts(self, state: int) -> list[tuple[int, int, int]]:
+        """What has followed the substrings of a state: token, how often, and the state where it leads."""
+        return [(token, self._count[after], after) for token, after in self._next[state].items()]
 
     def latest(self, state: int, match: int, shortest: int) -> tuple[int, int, int, int] | None:
         """Returns the first that `after` yields: the latest token, how many tokens match before it, how many different
@@ -141,16 +158,17 @@ class SuffixAutomaton:
         length = self._length[state] + 1
         if self._length[found] == length:
             return found
-        split = self._state(self._next[found].copy(), self._link[found], length, self._end[found])
+        split = self._state(self._next[found].copy(), self._link[found], length, self._end[found], self._count[found])
         self._link[found] = split
         while state >= 0 and self._next[state].get(token) == found:
             self._next[state][token] = split
             state = self._link[state]
         return split
 
-    def _state(self, edges: dict[int, int], link: int, length: int, end: int) -> int:
+    def _state(self, edges: dict[int, int], link: int, length: int, end: int, count: int) -> int:
         self._next.append(edges)
         self._link.append(link)
         self._length.append(length)
         self._end.append(end)
+        self._count.append(count)
         return len(self._link) - 1

@@ -42,8 +42,11 @@ class SuffixDecoding(Method):
     How likely a guess is taken to be hangs on its match's length and on how many different tokens have followed.
     `branches=1` guesses chains. scope=engine looks in what other requests were answered, too (the last 32,768 to 65,536
     tokens): for agents, who ask nearly the same again. Such requests then show in each other's counters, never in each
-    other's tokens: a verifier under which they might is refused. Left out: counts (what followed lately is nearly
-    always the better guess).
+    other's tokens: a verifier under which they might is refused.
+
+    scores=frequency is the paper's rule. After the longest match and each of its suffixes a tree of at most `factor`
+    times as many nodes as tokens match is grown, the likeliest nodes first. A node's chance is its parent's, times the
+    share of its token among all that followed in these places. The tree of the largest sum of chances is the guess.
     """
 
     nodes: int = 24
@@ -51,6 +54,8 @@ class SuffixDecoding(Method):
     min_match: int = 1  # tokens
     least: float = 0.05
     scope: Literal["request", "engine"] = "request"
+    scores: Literal["recency", "frequency"] = "recency"
+    factor: float = 4.0  # scores=frequency: nodes for each token that matches
 
     paper: ClassVar[str] = "arXiv 2411.04975"
     guarantee: ClassVar[str] = "exact"
@@ -63,6 +68,8 @@ class SuffixDecoding(Method):
                 raise UserError(f"suffix_decoding: {knob}={getattr(self, knob)} must be from 1 to {most}")
         if not 0 < self.least < 1:
             raise UserError(f"suffix_decoding: least={self.least:g} must lie between 0 and 1")
+        if not 0 < self.factor <= CHUNK:
+            raise UserError(f"suffix_decoding: factor={self.factor:g} must be above 0 and at most {CHUNK}")
         if self.scope not in ("request", "engine"):
             raise UserError(f"suffix_decoding: scope={self.scope} must be request or engine")
 
@@ -80,7 +87,8 @@ class Suffixes(Drafter):
     def __init__(self, knobs: SuffixDecoding) -> None:
         self.knobs, self.least = knobs, knobs.least
         self.shared = knobs.scope == "engine"
-        self.chains = not self.shared and knobs.branches == 1
+        self.counts = knobs.scores == "frequency"
+        self.chains = not self.shared and not self.counts and knobs.branches == 1
         self.odds = Odds(ONLY, LATEST, knobs.nodes)
         self.earlier = Earlier()
 
@@ -122,7 +130,8 @@ class Suffixes(Drafter):
         if self.shared:
             text.cursors = self.earlier.cursors(text.cursors, request.tokens)
             sources += [(cursor.text, cursor.place) for cursor in text.cursors]
-        return self._grown(sources, min(budget, self.knobs.nodes), headroom(request))
+        grown = self._counted if self.counts else self._grown
+        return grown(sources, min(budget, self.knobs.nodes), headroom(request))
 
     def _grown(self, sources: Sequence[tuple[SuffixAutomaton, Place]], nodes: int, levels: int) -> Draft | None:
         texts = [text for text, _ in sources]
@@ -148,6 +157,45 @@ class Suffixes(Drafter):
                 after = [text.follow(*place, token) for text, place in zip(texts, places)]
                 look_behind(after, len(tokens) - 1, level + 1, -less)
         return Draft(tokens, parents, likely=likely) if tokens else None
+
+    def _counted(self, sources: Sequence[tuple[SuffixAutomaton, Place]], nodes: int, levels: int) -> Draft | None:
+        """Of the trees after every match the one whose guesses' chances, all of its path's multiplied, are most in
+        sum: the number of tokens that would be right. Of equal ones the first."""
+        best, most = None, 0.0
+        for text, place in sources:
+            for state, match in text.matches(*place, self.knobs.min_match):
+                tree, worth = self._frequent(text, state, min(nodes, int(self.knobs.factor * match)), levels)
+                if worth > most:
+                    best, most = tree, worth
+        return best
+
+    def _frequent(self, text: SuffixAutomaton, state: int, nodes: int, levels: int) -> tuple[Draft, float]:
+        """The likeliest `nodes` nodes behind a state by how often each token followed, and the sum of their chances."""
+        tokens, parents, likely, worth = list[int](), list[int](), list[float](), 0.0
+        ahead: list[tuple[float, int, int, int, int, float, int]] = []
+        number = 0
+
+        def look_behind(state: int, node: int, level: int, reached: float) -> None:
+            nonlocal number
+            found = text.counts(state)
+            total = sum(count for _, count, _ in found)
+            ranked = sorted((each for each in found if each[0] != BREAK), key=lambda each: -each[1])
+            for token, count, after in ranked[: self.knobs.branches]:
+                if reached * count / total >= self.least:
+                    heappush(ahead, (-reached * count / total, number, node, level, token, count / total, after))
+                    number += 1
+
+        if levels > 0:
+            look_behind(state, -1, 1, 1.0)
+        while ahead and len(tokens) < nodes:
+            less, _, parent, level, token, chance, after = heappop(ahead)
+            tokens.append(token)
+            parents.append(parent)
+            likely.append(chance)
+            worth -= less
+            if level < levels:
+                look_behind(after, len(tokens) - 1, level + 1, -less)
+        return Draft(tokens, parents, likely=likely), worth
 
     def _followers(self, texts: Sequence[SuffixAutomaton], places: Sequence[Place]) -> list[tuple[int, float]]:
         """The best guesses after these places, and how likely they are."""

@@ -6,11 +6,29 @@ from phasewise.methods.decode.speculative import Speculative
 from phasewise.methods.verify.match import Match
 from phasewise.reproduce import loads, stranger
 from phasewise.reproduce.controls import RandomGuess
-from phasewise.reproduce.system import Counter, Paper, Saving, Setting, System, Timing
+from phasewise.reproduce.lab import Lab
+from phasewise.reproduce.system import Attempt, AttemptOutcome, Counter, Paper, Saving, Setting, System, Timing
 from phasewise.reproduce.systems.prompt_lookup import VOCAB, passes, repeating
 
 NODES = 24
-METHOD = Setting({"draft": f"suffix_decoding:nodes={NODES},scope=engine"}, most=1)
+
+
+def method(scores: str) -> Setting:
+    return Setting({"draft": f"suffix_decoding:nodes={NODES},scope=engine,scores={scores}"}, most=1)
+
+
+METHOD, LOAD = method("frequency"), loads.answering("copy", "json", "passkey@256", n=16)
+
+
+def choosy(lab: Lab) -> AttemptOutcome:
+    """Of guesses by how often tokens followed, and by which followed last, the share that is accepted."""
+    found = {}
+    for scores in ("frequency", "recency"):
+        work = lab.play(method(scores), LOAD(lab.asked("pocket")), "pocket").work
+        found[scores] = (work.accepted / work.drafted, work.forwards / work.emitted)
+    (often, passes), (last, others) = found["frequency"], found["recency"]
+    words = f"{often:.0%} against {last:.0%}, in {passes:.3f} against {others:.3f} passes per token"
+    return AttemptOutcome(often > last, words)
 
 
 SYSTEM = System(
@@ -26,7 +44,7 @@ SYSTEM = System(
     control_is="as long guesses drawn at random",
     line="trees of what followed the same words: up to 5.3 times as fast where agents repeat themselves",
     promises=("cost", "time"),
-    load=loads.answering("copy", "json", "passkey@256", n=16),
+    load=LOAD,
     exact=True,
     counters=(
         Counter("passes of the model", "one per prompt, and tokens - first tokens - accepted guesses",
@@ -41,6 +59,10 @@ SYSTEM = System(
         Saving("passes per token", passes, "baseline", 1.5),
         stranger.saved(passes, 1.5),
         Saving("passes per token", passes, "control", 1.2),
+    ),
+    attempts=(
+        Attempt("mechanism", "share of guesses that are right, ranked by frequency, against ranked by recency",
+                "more", choosy),
     ),
     timings=(
         Timing("time per token", seconds=loads.pace, price=True),
