@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from phasewise.bench.drive import Bench
+from phasewise.bench.fitting import fitting
 from phasewise.bench.settings import BenchSetting
 from phasewise.engine.engine import Engine
 from phasewise.engine.limits import Limits
@@ -43,6 +44,7 @@ def test_what_does_not_fit_is_preempted_and_told(monkeypatch: pytest.MonkeyPatch
     prompts = tiny.prompts(*[TOKENS] * 6)
     alone = need()
     roomy = script.engine_of(Bench(tiny.model()), BenchSetting("dense"), 6 * alone, 6)
-    assert script.fitting(roomy, prompts, NEW) == (6, 0)
+    found = fitting(roomy, prompts, NEW)
+    assert (found.most, found.preemptions) == (6, 0) and found.tokens_per_s
     tight = script.engine_of(Bench(tiny.model()), BenchSetting("dense"), 4 * alone, 6)
-    assert script.fitting(tight, prompts, 80)[1] > 0  # more tokens than were booked for
+    assert fitting(tight, prompts, 80).preemptions > 0  # more tokens than were booked for

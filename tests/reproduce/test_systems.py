@@ -34,7 +34,7 @@ WANTED = {
 
 
 UNJUDGED = {  # promised by the paper, and judged by nothing here: such a verdict says so, and is at most *partly*
-    "c2c": {"time"}, "cachegen": {"time"}, "gear": {"time"}, "kivi": {"time"}, "rapid": {"time"},
+    "c2c": {"time"}, "cachegen": {"time"}, "rapid": {"time"},
 }  # fmt: skip
 UNTRAINED = {  # need weights, of which counters do not care what they are
     "longgen": "evict", "power": "attend", "kv_prediction": "decode", "c2c": "decode", "rlkv": "evict",

@@ -173,10 +173,11 @@ class Timing:
 
 @dataclass(frozen=True)
 class AttemptOutcome:
-    """The outcome of an attempt, in words. `baseline` is the share of right answers that the baseline gives, where the
-    attempt asks whether answers are kept: without headroom it is not counted."""
+    """The outcome of an attempt, in words. `passed` None: it was not examined, as nothing could be measured.
+    `baseline` is the share of right answers that the baseline gives, where the attempt asks whether answers are kept:
+    without headroom it is not counted."""
 
-    passed: bool
+    passed: bool | None
     measured: str
     baseline: float | None = None
 

@@ -7,7 +7,7 @@ import statistics
 from phasewise.kv.format import BlockCut
 from phasewise.methods.store._approximated import Approximated
 from phasewise.methods.store._grouped import Grouped
-from phasewise.reproduce import loads
+from phasewise.reproduce import batches, loads
 from phasewise.reproduce.controls import Elsewhere
 from phasewise.reproduce.lab import Lab
 from phasewise.reproduce.panel import always, long_texts
@@ -27,6 +27,7 @@ from phasewise.reproduce.systems import _blocks as blocks
 BITS, GROUP, BLOCK, RANK, SPARSE, NEW = 2, 64, 64, 4, 0.02, 40
 CUTS = BlockCut(BLOCK), BlockCut(BLOCK)
 CLOSE = 0.02  # nats per token
+LARGER = 1.5  # times as many requests in the same bytes
 ON = Setting({"store": f"gear:bits={BITS},group={GROUP},block={BLOCK},rank={RANK},sparse={SPARSE}"})
 
 
@@ -79,7 +80,6 @@ SYSTEM = System(
     line="few bits, a thin product and outliers: nearly lossless, 2.29 times less memory, 2.38 times the throughput",
     promises=("answers", "cost", "time"),
     load=loads.lone(768, NEW),
-    missing=("throughput of the larger batches that fit",),
     counters=(
         Counter("KV bytes held before the last token",
                 "levels, their ends, products, outliers and places of sealed blocks; the others as they are",
@@ -92,6 +92,7 @@ SYSTEM = System(
     attempts=(
         Attempt("mechanism", "error of rows, part by part", "less with every part", order),
         Attempt("answers", "loss of code in four bits", f"at most {CLOSE} nats more", finer, model="pocket"),
+        *batches.attempts(ON, LARGER),
     ),
     timings=(Timing("time per token at 1,500 tokens, against rows as they are", tokens=1500, price=True),),
     note="In bfloat16 kernels multiply packed levels, thin matrices and outliers as they lie; where there are none, "

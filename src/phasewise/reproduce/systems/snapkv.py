@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phasewise.bench.stats import means
-from phasewise.reproduce import loads
+from phasewise.reproduce import batches, loads
 from phasewise.reproduce.answers import right
 from phasewise.reproduce.controls import RandomRows
 from phasewise.reproduce.conversations import number, seconds
@@ -22,6 +22,7 @@ from phasewise.reproduce.system import (
 )
 
 KEEP, WINDOW, NEW = 0.25, 32, 32
+LARGER = 1.5  # times as many requests in the same bytes
 ON = Setting({"evict": f"snapkv:keep={KEEP},window={WINDOW}"})
 ANY = Setting(objects={"evict": RandomRows(KEEP, WINDOW)})
 
@@ -68,6 +69,7 @@ SYSTEM = System(
     attempts=(
         Attempt("control", "lead over random rows, asked last less asked after rows were chosen", "all of it above 0",
                 hidden, "mechanism"),
+        *batches.attempts(ON, LARGER),
     ),
     timings=(Timing("time per token at 8,192 tokens (8 layers x 512, random weights)", 1.0, model="random-dense",
                     tokens=8192),),
