@@ -61,6 +61,6 @@ def test_a_capped_token_machine_saves_power_and_decodes_as_fast() -> None:
 def test_a_small_budget_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(splitwise, "DESIGNS", {"HA": ("h100", "a100")})
     monkeypatch.setattr(splitwise, "CONVERSATION", "lognormal:prompt=1000,longest=2000,new=10,new_longest=20")
-    apart, together = splitwise.Provisioning("iso-cost", 4, 120, 0).found(1.0)
+    apart, together = splitwise.Provisioning("iso-cost", 4, 400, 0).found(1.0)
     assert apart.worth > 0 and together.worth > 0
     assert [role.device for role in apart.choice.roles] == ["h100", "a100"] and together.choice.place == "colocated"

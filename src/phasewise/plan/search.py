@@ -298,7 +298,8 @@ def search(
         raise UserError(f"nothing can be built of {space.devices} devices: {refused or 'no choice fits'}")
     prune = prune and question.goal in BY_WEIGHT
     if prune and question.load.requests >= SHORT * FEWEST and len(every) > FEW:
-        every = _promising(every, question, processes, tell)
+        every, rate = _promising(every, question, processes, tell)
+        question = replace(question, load=replace(question.load, rate=rate))  # where bisection begins
     found = _each(every, question, prune, processes, tell)
     if not any(one.worth for one in found):
         raise UserError(impossible([one.choice for one in found], question))
@@ -319,9 +320,9 @@ def _buildable(space: Space, question: Question) -> tuple[list[Buildable], str]:
     return found, refused
 
 
-def _promising(every: list[Buildable], question: Question, processes: int, tell: Tell) -> list[Buildable]:
+def _promising(every: list[Buildable], question: Question, processes: int, tell: Tell) -> tuple[list[Buildable], float]:
     """The same choices in the order of what they carry of the load's first requests. Those that serve them in time even
-    all at once come first, in the order of how fast that is."""
+    all at once come first, in the order of how fast that is. And about the rate that the first carries."""
     short = replace(question, load=replace(question.load, requests=question.load.requests // SHORT),
                     precision=max(COARSE, question.precision))  # fmt: skip
 
@@ -330,7 +331,7 @@ def _promising(every: list[Buildable], question: Question, processes: int, tell:
 
     found = _each(every, short, True, processes, first, short=True)
     found.sort(key=lambda one: (one.pruned, -one.worth, -one.rate / question.weight(one.choice, one.devices)))
-    return [(one.choice, one.devices) for one in found]
+    return [(one.choice, one.devices) for one in found], found[0].rate or 1.0
 
 
 def _each(

@@ -287,15 +287,15 @@ class SimulatedEngine:
             return out
         works, kept = self.under_way.popleft()
         every, gained, rows = self.every_token, 0, 0
-        plain = not self.settings.drafts.depth and all(work.layers is None for work in works)
+        plain = not self.settings.drafts.depth
         for i, work in enumerate(works):
             job: SimulatedSequence = work.job
             if job.kv is None or (kept is not None and job.kv is not kept[i]):
                 continue  # preempted for another's rows, or cancelled
             rows += work.rows
             was, before = job.prefilling, job.computed
-            if plain and not was and before >= job.high_water and before + 1 == job.known:  # most tokens, by far
-                over = job.write(now)
+            if plain and not was and before >= job.high_water and before + 1 == job.known and work.layers is None:
+                over = job.write(now)  # most tokens, by far
             elif self._advance(work, job, now):
                 over = job.left is not None
             else:

@@ -37,7 +37,9 @@ MORE, MORE_FOR_LESS, LESS = 2.35, 1.4, 0.8  # times the throughput, at the same 
 
 @dataclass(frozen=True)
 class Provisioning:
-    """What a budget buys: that of `machines` machines of A100, in $/h (iso-cost) or W (iso-power)."""
+    """What a budget buys: that of `machines` machines of A100, in $/h (iso-cost) or W (iso-power). Pools are asked with
+    `requests`, and one machine without pools, which has a part of the rate, with a quarter of them: so both loads last
+    long enough for queues to show."""
 
     goal: Goal
     machines: int
@@ -64,14 +66,14 @@ class Provisioning:
                     place = f"splitwise:prompt={prompts},token={tokens}"
                     yield SearchSpace(WAYS * (prompts + tokens), [place], ["splitwise"], layouts=layouts)
 
-    def best(self, spaces: list[SearchSpace], share: float) -> Tried:
+    def best(self, spaces: list[SearchSpace], share: float, requests: int) -> Tried:
         """The choice of which the budget's servers carry most requests within the paper's nine slow-downs."""
 
         def source(choice: Choice) -> CostsByRole:
             return known({"": "a100"}, WAYS, LLAMA, layouts=choice.roles)
 
         alone = Slowdowns(known({"": "a100"}, WAYS, LLAMA).cost("", None))
-        load = Load(lengths(CONVERSATION), self.requests, None, 1.0, self.seed)
+        load = Load(lengths(CONVERSATION), requests, None, 1.0, self.seed)
         setting = ServerSetting(prefix_cache=False, link=LINK)
         question = Question(load, SLO(), source, setting, self.goal, 0.04, self.budget(share), alone)
         return search(joined(spaces), question, processes=cores())[0]
@@ -81,11 +83,12 @@ class Provisioning:
         plain = SearchSpace(
             WAYS, ["colocated"], TOGETHER_BY, layouts=[Layout("", WAYS, 1, k) for k in ("a100", "h100")]
         )
-        return self.best(list(self.pools(share)), share), self.best([plain], 1.0)
+        pools = self.best(list(self.pools(share)), share, self.requests)
+        return pools, self.best([plain], 1.0, self.requests // 4)
 
 
 def provisioned(lab: Lab, goal: Goal) -> Provisioning:
-    return Provisioning(goal, 4 if lab.scale.quick else 14, 100 if lab.scale.quick else 600, lab.scale.seed)
+    return Provisioning(goal, 4 if lab.scale.quick else 14, 400 if lab.scale.quick else 2400, lab.scale.seed)
 
 
 def compared(apart: Tried, together: Tried, least: float) -> AttemptOutcome:
