@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from itertools import pairwise, repeat
 from random import Random
 from statistics import fmean
@@ -13,6 +14,7 @@ from phasewise.bench.workloads import Fixed, Lognormal, Shared
 from phasewise.errors import UserError
 from phasewise.plan.arrivals import Load
 from phasewise.plan.beside import Beside, slowed
+from phasewise.plan.cost import StepWork
 from phasewise.plan.link import Link
 from phasewise.plan.sequence import SimulatedRequest
 from phasewise.plan.serving import Serving
@@ -273,6 +275,30 @@ def test_prefixes_are_found_and_make_way() -> None:
         scenario(Linear(0.01, 1e-3), prefix_cache=True, kv_bytes=448 * ROW), Load(Fixed(256, 4), 50, 5.0).jobs(SLO())
     )
     settled(tight)
+
+
+@pytest.mark.parametrize("chunk", [64, 300])
+def test_a_prompt_that_is_computed_in_slices_sees_all_that_came_before(chunk: int) -> None:
+    """However a prompt is cut, its rows see n (n + 1) / 2 rows in all, and each slice reads what lies before it."""
+    seen: list[StepWork] = []
+
+    @dataclass(frozen=True)
+    class Noted(Linear):
+        def seconds(self, step: StepWork) -> float:
+            seen.append(replace(step))
+            return super().seconds(step)
+
+    run(scenario(Noted(0.01), schedule=f"sarathi:budget={chunk}"), [SimulatedRequest("a", range(300), 1, 0.0)])
+    assert len(seen) == -(-300 // chunk)
+    assert sum(step.pairs for step in seen) == 300 * 301 / 2
+    assert [step.prefixes for step in seen] == [min(300, chunk * (i + 1)) for i in range(len(seen))]
+
+
+def test_a_prompt_that_is_cached_whole_still_computes_its_last_row() -> None:
+    """There must be a row to draw from: of a prompt of two blocks that came before, one is found."""
+    twice = [SimulatedRequest(name, range(64), 1, at) for name, at in (("a", 0.0), ("b", 1.0))]
+    outcome = run(scenario(Linear(0.01), prefix_cache=True), twice)
+    assert outcome.numbers()["prefix_hits"] == 32
 
 
 def test_what_can_never_run_fails_and_nobody_else() -> None:

@@ -58,13 +58,16 @@ def test_greedy_is_the_models_own_text(client: openai.OpenAI, llm: LLM) -> None:
         {"temperature": 0, "prompt": ["the lazy dog", "a fox", "the"], "n": 2},
     ],
 )
-def test_streaming_equals_not_streaming(client: openai.OpenAI, knobs: dict[str, Any]) -> None:
+def test_streaming_equals_not_streaming(client: openai.OpenAI, llm: LLM, knobs: dict[str, Any]) -> None:
     body = {"model": "tiny", "prompt": "the brown fox", "max_tokens": 20, **knobs}
     whole = client.completions.create(**body)
     texts, finishes, usages = streamed(client, **body, stream_options={"include_usage": True})
     assert {choice.index: choice.text for choice in whole.choices} == {i: "".join(t) for i, t in texts.items()}
     assert {choice.index: choice.finish_reason for choice in whole.choices} == finishes
     assert usages == [whole.usage]
+    given = [body["prompt"]] if isinstance(body["prompt"], str) else body["prompt"]
+    read = sum(len(llm.tokenizer.encode(prompt)) for prompt in given)
+    assert whole.usage is not None and whole.usage.prompt_tokens == read, "each prompt counts once, not once a sample"
     assert [choice.index for choice in whole.choices] == list(range(len(whole.choices)))
 
 
