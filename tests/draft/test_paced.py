@@ -247,11 +247,13 @@ def test_who_holds_a_drafter_asks_it(held: str, question: str, answer: object, m
     assert getattr(drafter, question)(*([] if question == "think" else [request])) == answer
 
 
-def test_the_drafter_inside_is_told_who_is_sized() -> None:
+def test_the_drafter_inside_is_told_who_is_sized_and_which_chance_pays() -> None:
     heard: list[object] = []
-    pacer = Pacer(cast(Any, SimpleNamespace(companion=None, sized_by=heard.append)))
+    inner = SimpleNamespace(companion=None, sized_by=heard.append, at_least=heard.append)
+    pacer = Pacer(cast(Any, inner))
     pacer.sized_by(callable)
-    assert heard == [callable]
+    pacer.at_least(0.25)
+    assert heard == [callable, 0.25]
 
 
 @pytest.mark.parametrize("held", ["paced:of=({})", "rasd:base=(prompt_lookup),source=({})"])

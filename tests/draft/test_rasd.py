@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phasewise import catalog
 from phasewise.errors import UserError
 from phasewise.methods.draft.draft_model import DraftModel
 from phasewise.methods.draft.prompt_lookup import PromptLookup
@@ -272,3 +273,11 @@ def test_a_second_model_says_what_it_thinks(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_makes_no_sense_is_refused(draft: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         tiny.engine({"draft": draft})
+
+
+@pytest.mark.parametrize("base", ["suffix_decoding", "paced:of=(suffix_decoding)"])
+@pytest.mark.parametrize("source", ["prompt_lookup", "paced:of=(prompt_lookup)"])
+def test_it_may_be_left_out_of_a_step_only_if_both_may(base: str, source: str) -> None:
+    """A drafter that wants to be asked in every step would miss the steps in which both sizes are 0."""
+    held = catalog.build("draft", f"rasd:base=({base}),source=({source})")
+    assert held.traits.idles == (base.startswith("paced") and source.startswith("paced"))
