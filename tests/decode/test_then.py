@@ -142,6 +142,8 @@ def test_drafts_behind_latents_stand_as_far_on(draft: str, monkeypatch: pytest.M
 
     monkeypatch.setattr(decode, "propose", watched)
     tiny.run(engine, TEXTS, tiny.greedy(N))
+    if draft == "own KV":
+        assert decode.then.drafter.companion.beyond == COUNT
     kinds = {span.sees is None for span in seen if span.rows > 1}
     assert kinds == ({True} if draft in ("chain", "second model") else {False}) or draft == "own KV"
 

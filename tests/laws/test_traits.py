@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import Field, dataclass, fields, replace
+from inspect import signature
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -11,7 +13,9 @@ import pytest
 from phasewise import catalog
 from phasewise.errors import UserError
 from phasewise.kv.format import block_format
-from phasewise.methods.draft.rasd import fuse
+from phasewise.methods.decode._then import Handing
+from phasewise.methods.draft.paced import Pacer
+from phasewise.methods.draft.rasd import Fusion, fuse
 from phasewise.options import DEFAULTS, parse
 from phasewise.request.params import Params
 from phasewise.verbs.decode import Decode
@@ -132,6 +136,60 @@ def test_a_runtime_that_holds_one_leaves_nothing_to_the_defaults(verb: str, name
             member in vars(cls) for cls in type(made).__mro__ if cls not in base.__mro__
         )
         assert defined, f"{type(made).__name__} leaves {member} to {base.__name__}"
+
+
+# What is asked of a holder, by the parameter's name, and what the one inside answers, by the member's.
+ASKED: dict[str, Any] = {
+    "params": SimpleNamespace(ask=("it",)), "context": 100, "requests": ["request"], "budgets": [4], "rows": 5,
+    "chance": 0.5, "tops": None,
+}  # fmt: skip
+ANSWERS = {"size": 1, "reach": 10, "rows": 1, "draft": [None], "propose": ["span"], "draws": True, "sort": 3,
+           "think": True}  # fmt: skip
+HOLDING: dict[str, tuple[type[Any], Callable[[Any], Any], set[str]]] = {  # class, around what is held, what is its own
+    "paced": (Drafter, Pacer, {"size", "draft", "learn"}),
+    "rasd, base": (Drafter, lambda inner: Fusion(0, inner, listening(Drafter, [])), {"late"}),
+    "rasd, source": (
+        Drafter, lambda inner: Fusion(0, listening(Drafter, []), inner), {"late", "draws", "sort", "think"}
+    ),
+    "decode methods of prompts": (Decode, lambda inner: handing(inner), set()),
+}  # fmt: skip
+
+
+def listening(base: type[Any], heard: list[str]) -> Any:
+    """A runtime that notes which of its members are asked."""
+
+    def member(name: str) -> Callable[..., Any]:
+        return lambda self, *args: (heard.append(name), ANSWERS.get(name))[1]
+
+    asked = {name: member(name) for name in members(base) if callable(getattr(base, name))}
+    return type("Listening", (base,), asked)()
+
+
+def handing(inner: Any) -> Handing:
+    host: Any = SimpleNamespace(bind=lambda method: inner)
+    return Handing(host, SimpleNamespace(traits=Traits("decode", asks=("it",))))
+
+
+@pytest.mark.parametrize("name", HOLDING)
+def test_whatever_a_holder_is_asked_it_asks(name: str) -> None:
+    """Of all members of its class, what is added later included; but for what it does itself."""
+    base, around, own = HOLDING[name]
+    assert own <= members(base)
+    heard: list[str] = []
+    inner = listening(base, heard)
+    inner.drawer, inner.beside = object(), object()
+    holder = around(inner)
+    for member in sorted(members(base) - own):
+        if not callable(getattr(base, member)):
+            if base is Decode or member == "companion":
+                assert getattr(holder, member) is getattr(inner, member), member
+            continue
+        parameters = list(signature(getattr(base, member)).parameters)[1:]
+        heard.clear()
+        getattr(holder, member)(*(ASKED.get(parameter, parameter) for parameter in parameters))
+        assert member in heard, f"{name} does not ask {member}"
+    if base is Decode:
+        assert holder.drawer is inner.drawer and holder.beside is inner.beside
 
 
 # ---- what is declared is what is bound
