@@ -247,13 +247,11 @@ def test_who_holds_a_drafter_asks_it(held: str, question: str, answer: object, m
     assert getattr(drafter, question)(*([] if question == "think" else [request])) == answer
 
 
-def test_the_drafter_inside_is_told_who_is_sized_and_which_chance_pays() -> None:
+def test_the_drafter_inside_is_told_who_is_sized() -> None:
     heard: list[object] = []
-    inner = SimpleNamespace(companion=None, sized_by=heard.append, at_least=heard.append)
-    pacer = Pacer(cast(Any, inner))
+    pacer = Pacer(cast(Any, SimpleNamespace(companion=None, sized_by=heard.append)))
     pacer.sized_by(callable)
-    pacer.at_least(0.25)
-    assert heard == [callable, 0.25]
+    assert heard == [callable]
 
 
 @pytest.mark.parametrize("held", ["paced:of=({})", "rasd:base=(prompt_lookup),source=({})"])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -285,18 +283,3 @@ def test_it_is_asked_in_every_step_while_either_of_its_drafters_must_be(held: st
     """`paced` need not be asked where its size is 0; a drafter that must be asked would miss those steps."""
     assert catalog.build("draft", "paced:of=(suffix_decoding)").traits.idles
     assert not catalog.build("draft", f"rasd:{held}").traits.idles
-
-
-def test_both_drafters_are_told_which_chance_pays_and_who_is_sized() -> None:
-    heard: list[tuple[str, object]] = []
-
-    def one(name: str) -> Any:
-        def hear(what: object) -> None:
-            heard.append((name, what))
-
-        return SimpleNamespace(companion=None, at_least=hear, sized_by=hear)
-
-    both = Fusion(0, one("base"), one("source"))
-    both.at_least(0.25)
-    both.sized_by(callable)
-    assert sorted(heard, key=str) == sorted(product(("base", "source"), (0.25, callable)), key=str)

@@ -16,6 +16,7 @@ from phasewise.kv.format import block_format
 from phasewise.methods.decode._then import Handing
 from phasewise.methods.draft.paced import Pacer
 from phasewise.methods.draft.rasd import Fusion, fuse
+from phasewise.methods.sample._rest import Chained
 from phasewise.options import DEFAULTS, parse
 from phasewise.request.params import Params
 from phasewise.verbs.decode import Decode
@@ -140,7 +141,7 @@ def test_a_runtime_that_holds_one_leaves_nothing_to_the_defaults(verb: str, name
 
 # What is asked of a holder, by the parameter's name, and what the one inside answers, by the member's.
 ASKED: dict[str, Any] = {
-    "params": SimpleNamespace(ask=("it",)), "context": 100, "requests": ["request"], "budgets": [4], "rows": 5,
+    "params": SimpleNamespace(ask={"it": 1}), "context": 100, "requests": ["request"], "budgets": [4], "rows": 5,
     "chance": 0.5, "tops": None,
 }  # fmt: skip
 ANSWERS = {"size": 1, "reach": 10, "rows": 1, "draft": [None], "propose": ["span"], "draws": True, "sort": 3,
@@ -149,9 +150,10 @@ HOLDING: dict[str, tuple[type[Any], Callable[[Any], Any], set[str]]] = {  # clas
     "paced": (Drafter, Pacer, {"size", "draft", "learn"}),
     "rasd, base": (Drafter, lambda inner: Fusion(0, inner, listening(Drafter, [])), {"late"}),
     "rasd, source": (
-        Drafter, lambda inner: Fusion(0, listening(Drafter, []), inner), {"late", "draws", "sort", "think"}
+        Drafter, lambda inner: Fusion(0, listening(Drafter, []), inner), {"late", "draws", "sort", "think", "companion"},
     ),
-    "decode methods of prompts": (Decode, lambda inner: handing(inner), set()),
+    "decode methods of prompts": (Decode, lambda inner: Handing(*binding("decode", inner)), set()),
+    "sample methods": (Sample, lambda inner: Chained(*binding("sample", inner)), set()),
 }  # fmt: skip
 
 
@@ -165,9 +167,9 @@ def listening(base: type[Any], heard: list[str]) -> Any:
     return type("Listening", (base,), asked)()
 
 
-def handing(inner: Any) -> Handing:
-    host: Any = SimpleNamespace(bind=lambda method: inner)
-    return Handing(host, SimpleNamespace(traits=Traits("decode", asks=("it",))))
+def binding(verb: str, inner: Any) -> tuple[Any, Any]:
+    """A host, and a method of which `inner` is the runtime."""
+    return SimpleNamespace(bind=lambda method: inner), SimpleNamespace(traits=Traits(verb, asks=("it",)))
 
 
 @pytest.mark.parametrize("name", HOLDING)
@@ -177,12 +179,11 @@ def test_whatever_a_holder_is_asked_it_asks(name: str) -> None:
     assert own <= members(base)
     heard: list[str] = []
     inner = listening(base, heard)
-    inner.drawer, inner.beside = object(), object()
+    inner.drawer, inner.beside, inner.companion, inner.coupling = object(), object(), object(), object()
     holder = around(inner)
     for member in sorted(members(base) - own):
-        if not callable(getattr(base, member)):
-            if base is Decode or member == "companion":
-                assert getattr(holder, member) is getattr(inner, member), member
+        if not callable(getattr(base, member, None)):
+            assert getattr(holder, member) is getattr(inner, member), member
             continue
         parameters = list(signature(getattr(base, member)).parameters)[1:]
         heard.clear()
@@ -190,6 +191,13 @@ def test_whatever_a_holder_is_asked_it_asks(name: str) -> None:
         assert member in heard, f"{name} does not ask {member}"
     if base is Decode:
         assert holder.drawer is inner.drawer and holder.beside is inner.beside
+
+
+def test_texts_reach_as_far_as_their_drafter_can_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    placed: Any = tiny.engine({"draft": "prompt_lookup"})
+    decode = placed.parts.recipes[""].phases[-1].decode
+    monkeypatch.setattr(decode.drafter, "reach", lambda context: context - 7)
+    assert decode.reach(100) == 93
 
 
 # ---- what is declared is what is bound
