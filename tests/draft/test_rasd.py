@@ -99,6 +99,13 @@ def test_nothing_found_changes_nothing() -> None:
     assert fuse(base, Draft.trie([[1, 2]])) is base, "of equal siblings the first is gone on with"
 
 
+def test_nodes_that_ask_stay_the_last_and_are_as_many() -> None:
+    """Lookahead's window, for example, which the verifier must not judge."""
+    fused = fuse(Draft([1, 2, 8, 9], [-1, 0, -1, 2], ask=2), Draft.trie([[1, 5], [3]]))
+    assert fused.tokens == [1, 2, 5, 3, 8, 9] and fused.parents == [-1, 0, 0, -1, -1, 4]
+    assert fused.ask == 2
+
+
 def test_what_was_drawn_stays_drawn_and_the_rest_is_chosen() -> None:
     q = torch.tensor([[0.2, 0.3, 0.5], [0.6, 0.4, 0.0], [0.1, 0.1, 0.8]])
     base = Draft([2, 0, 2], [-1, -1, 0], "without_replacement", q)

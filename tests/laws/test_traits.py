@@ -150,7 +150,8 @@ HOLDING: dict[str, tuple[type[Any], Callable[[Any], Any], set[str]]] = {  # clas
     "paced": (Drafter, Pacer, {"size", "draft", "learn"}),
     "rasd, base": (Drafter, lambda inner: Fusion(0, inner, listening(Drafter, [])), {"late"}),
     "rasd, source": (
-        Drafter, lambda inner: Fusion(0, listening(Drafter, []), inner), {"late", "draws", "sort", "think", "companion"},
+        Drafter, lambda inner: Fusion(0, listening(Drafter, []), inner),
+        {"late", "draws", "sort", "think", "companion"},
     ),
     "decode methods of prompts": (Decode, lambda inner: Handing(*binding("decode", inner)), set()),
     "sample methods": (Sample, lambda inner: Chained(*binding("sample", inner)), set()),
@@ -196,7 +197,7 @@ def test_whatever_a_holder_is_asked_it_asks(name: str) -> None:
 def test_texts_reach_as_far_as_their_drafter_can_follow(monkeypatch: pytest.MonkeyPatch) -> None:
     placed: Any = tiny.engine({"draft": "prompt_lookup"})
     decode = placed.parts.recipes[""].phases[-1].decode
-    monkeypatch.setattr(decode.drafter, "reach", lambda context: context - 7)
+    monkeypatch.setattr(decode, "drafter", SimpleNamespace(reach=lambda context: context - 7))
     assert decode.reach(100) == 93
 
 
