@@ -423,11 +423,7 @@ def visible(window: Window, read: Read) -> View | None:
         heads = heads if part.heads is None else heads[part.heads]
         if not bool(heads.any()):
             return None
-    mask = window.seen(at[:, None], rows)  # [1 | h, R, N]
-    if not window.prompts:
-        mask = mask | (at < read.span.request.prompt_len)[:, None]
-        if bool(mask.all()):
-            return None
+    mask = window.seen(at[:, None], rows)  # [1 | h, R, N]; no span has rows of a prompt and later ones
     if heads is not None:
         return View(mask if bool(heads.all()) else mask | ~heads[:, None, None])
     if not window.rebased:
