@@ -52,7 +52,7 @@ NATIVE = Path("src/phasewise/ops/native")
 GOLDEN = "tests/laws/test_golden.py"
 FOLDERS = {
     "kernels": ("ops",), "cluster": ("cluster", "place"), "wrappers": ("draft", "decode"), "draft": ("draft", "sample"),
-    "engine": ("engine", "request"),
+    "engine": ("engine", "request"), "kv": ("kv", "engine", "evict"),
 }  # fmt: skip
 FIRST = {"wrappers": ["tests/laws/test_traits.py"]}  # of an area, before anything of it was planted
 PATIENCE = 240  # seconds of one test; it then counts as failed

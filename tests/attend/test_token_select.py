@@ -243,8 +243,10 @@ def test_a_request_is_handed_on_with_its_lists(evict: Any) -> None:
     assert held(there).keys() == held(one).keys() == {1, 2, 3}
 
 
-def test_lists_and_their_queries_are_booked() -> None:
-    plain, again = runtime(k=12, first=3, local=5), runtime(k=12, first=3, local=5, theta=0.1)
+@pytest.mark.parametrize("chunk", [0, 16])
+def test_lists_and_their_queries_are_booked(chunk: int) -> None:
+    plain = runtime(k=12, first=3, local=5, chunk=chunk)
+    again = runtime(k=12, first=3, local=5, theta=0.1, chunk=chunk)
     one = started(again)
     one.feed(TOKENS[PROMPT:])
     for layer, kv in enumerate(one.kv.layers):
