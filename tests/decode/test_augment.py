@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from phasewise import catalog
 from phasewise.engine.engine import Engine
 from phasewise.errors import UserError
 from phasewise.methods.decode.augment import GAIN, SOFT, Augment
@@ -102,6 +103,8 @@ def test_rows_and_bytes_are_closed_forms() -> None:
         assert engine.counters.kv_bytes_written == engine.counters.rows * engine.store.row_bytes
         assert held == len(PROMPTS[0]) + count + N - 2
         assert engine.kv_bytes == 0 and request.known == len(PROMPTS[0]) + N, "no token stands for them"
+        said = catalog.build("decode", f"augment:latents={count},weights=random:0").traits.added_rows
+        assert said == count, "usage counts them (`LLM.adds`)"
 
 
 def test_the_prompts_rows_are_the_bases_to_the_bit_and_are_shared() -> None:
