@@ -51,7 +51,7 @@ def rewrite(directory: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -
     file = directory / "model.safetensors"
     tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
     change(tensors)
-    save_file(tensors, file)
+    save_file(tensors, file, {"format": "pt"})
 
 
 def configure(directory: Path, **changes: Any) -> None:
@@ -199,8 +199,59 @@ def test_an_absent_shard(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 3}'])
 def test_a_broken_index(checkpoint: Path, text: str) -> None:
+    (checkpoint / "model.safetensors").rename(checkpoint / "model-00001-of-00001.safetensors")
     (checkpoint / "model.safetensors.index.json").write_text(text)
     fails(checkpoint, "model.safetensors.index.json", "not a valid index")
+
+
+def as_transformers(directory: Path) -> None:
+    """The weights in `directory` are those that transformers loads from there."""
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(directory).eval()
+    torch.testing.assert_close(run(Model.load(directory), TOKENS), theirs(reference, TOKENS), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_an_index_of_an_earlier_save_is_not_followed(kept: bool, tmp_path: Path, checkpoint: Path) -> None:
+    """Whether its shards are still there or not: the single file was saved last."""
+    save_random(FAMILIES["llama"](), tmp_path / "shards", max_shard_size="20KB")
+    for file in (tmp_path / "shards").glob("*.safetensors*" if kept else "*.index.json"):
+        shutil.copy(file, checkpoint)
+    rewrite(checkpoint, lambda t: t["model.norm.weight"].mul_(1.5))
+    as_transformers(checkpoint)
+
+
+def test_shards_of_another_save_beside_those_of_the_index(tmp_path: Path) -> None:
+    save_random(FAMILIES["llama"](), tmp_path, max_shard_size="20KB")
+    for file in tmp_path.glob("model-*.safetensors"):
+        changed = {name: tensor * 2 for name, tensor in load_file(file).items()}
+        save_file(changed, tmp_path / file.name.replace("-of-", "-of-1"), {"format": "pt"})
+    as_transformers(tmp_path)
+
+
+def test_the_file_that_the_config_names(checkpoint: Path) -> None:
+    file = checkpoint / "model.safetensors"
+    save_file({name: tensor * 1.1 for name, tensor in load_file(file).items()}, checkpoint / "best.safetensors",
+              {"format": "pt"})  # fmt: skip
+    configure(checkpoint, transformers_weights="best.safetensors")
+    as_transformers(checkpoint)
+    configure(checkpoint, transformers_weights="gone.safetensors")
+    fails(checkpoint, "gone.safetensors", "transformers_weights")
+    configure(checkpoint, transformers_weights="../best.safetensors")
+    fails(checkpoint, "../best.safetensors", "transformers_weights")
+
+
+def test_a_head_of_its_own_is_not_tied(tied: Path, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(tied, tmp_path / "model"))
+    rewrite(directory, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].flip(0).contiguous()}))
+    as_transformers(directory)
+    assert not torch.equal(run(Model.load(directory), TOKENS), run(Model.load(tied), TOKENS))
+
+
+def test_an_adapter_beside_the_weights_is_refused(checkpoint: Path) -> None:
+    (checkpoint / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    fails(checkpoint, "adapter_config.json", "Merge")
 
 
 def test_no_weights(checkpoint: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ from tokenizers import Tokenizer as Backend
 
 from phasewise.errors import UserError
 from phasewise.model.raw import RawConfig, read_json
-from phasewise.model.weights import Checkpoint
+from phasewise.model.special import CONFIG, TOKENIZER, read_special
+from phasewise.model.weights import Checkpoint, head_of_its_own
 
 
 class Directory:
@@ -26,32 +28,42 @@ class Directory:
         values = read_json(path)
         generation = self.path / "generation_config.json"
         extra = read_json(generation) if generation.is_file() else {}
-        ends = [*_ids(extra.get("eos_token_id")), *_ids(values.get("eos_token_id"))]
-        return RawConfig({**values, "eos_token_id": list(dict.fromkeys(ends))}, path)
+        ends = [*_ids(extra.get("eos_token_id")), *_ids(values.get("eos_token_id")), *self.ends()]
+        values = {**values, "eos_token_id": list(dict.fromkeys(ends))}
+        if values.get("tie_word_embeddings") is not False and head_of_its_own(self.path):
+            values["tie_word_embeddings"] = False
+        return RawConfig(values, path)
+
+    def ends(self) -> list[int]:
+        """The id of the tokenizer's end token: it ends answers as those do that the settings name. None where there is
+        no tokenizer."""
+        if not (self.path / TOKENIZER).is_file() or not (self.path / CONFIG).is_file():
+            return []
+        stamps = tuple((file.name, (stat := file.stat()).st_size, stat.st_mtime_ns)
+                       for file in sorted(self.path.glob("*token*.json")))  # fmt: skip
+        return list(_ends(self.path, stamps))
 
     def tensors(self) -> Checkpoint:
         return Checkpoint(self.path)
 
     def tokenizer(self) -> Backend:
-        file = self.path / "tokenizer.json"
+        """The pipeline of tokenizer.json with the tokens that other files add or mark as special. Truncation and
+        padding saved in it are off: a prompt is all of its text."""
+        file = self.path / TOKENIZER
         if not file.is_file():
             raise UserError(f"{self.path} has no tokenizer.json. Save one there with "
                             "transformers.AutoTokenizer.from_pretrained(...).save_pretrained(...).")  # fmt: skip
         try:
-            return Backend.from_file(str(file))
+            backend = Backend.from_file(str(file))
         except Exception as error:  # the backend raises bare Exception
             raise UserError(f"{file} is not a valid tokenizer ({error}). Download or export it again.") from error
+        backend.no_truncation()
+        backend.no_padding()
+        read_special(self.path).add_to(backend)
+        return backend
 
     def special(self) -> dict[str, str]:
-        found: dict[str, str] = {}
-        for name in ("special_tokens_map.json", "tokenizer_config.json"):
-            file = self.path / name
-            values = read_json(file) if file.is_file() else {}
-            for key, value in values.items():
-                text = value.get("content") if isinstance(value, dict) else value
-                if key.endswith("_token") and not key.startswith("add_") and isinstance(text, str):
-                    found[key] = text
-        return found
+        return read_special(self.path).texts()
 
     def templates(self) -> dict[str, str]:
         """Files of their own go before the entry in tokenizer_config.json."""
@@ -77,3 +89,11 @@ class Directory:
 
 def _ids(value: Any) -> list[int]:
     return [int(each) for each in value] if isinstance(value, list) else [] if value is None else [int(value)]
+
+
+@lru_cache(maxsize=8)  # settings are asked for several times, and a vocabulary takes long to read
+def _ends(path: Path, stamps: tuple[tuple[str, int, int], ...]) -> tuple[int, ...]:
+    files = Directory(path)
+    end = files.special().get("eos_token")
+    found = None if end is None else files.tokenizer().token_to_id(end)
+    return () if found is None else (int(found),)

@@ -40,7 +40,16 @@ class MergedLoRA:
         self.base, self.own = Directory(base_of(path / FILE)), Directory(path)
 
     def settings(self) -> RawConfig:
-        return self.base.settings()
+        raw, end = self.base.settings(), self.own.special().get("eos_token")
+        if end is None or end == self.base.special().get("eos_token"):
+            return raw
+        found = self.tokenizer().token_to_id(end)
+        ends = raw.values["eos_token_id"]
+        return (
+            raw
+            if found is None or found in ends
+            else RawConfig({**raw.values, "eos_token_id": [*ends, found]}, raw.path)
+        )
 
     def tensors(self) -> Merged:
         return Merged(self.base, self.path / FILE)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import mmap
 import re
 import sys
 from collections.abc import Iterable
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,11 +17,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from phasewise.errors import WeightsError
+from phasewise.errors import UserError, WeightsError
 from phasewise.model.layout import Layout, Part
+from phasewise.model.raw import read_json
 from phasewise.ops.linear import Linear
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEXED = "safetensors.index.json"
+INDEX, SINGLE, CONFIG, ADAPTER = f"model.{INDEXED}", "model.safetensors", "config.json", "adapter_config.json"
+HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
+log = logging.getLogger(__name__)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Buffers that old exports wrote although they follow from the configuration.
 HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
@@ -102,18 +108,23 @@ class Checkpoint:
 
 
 def _files(directory: Path) -> list[Path]:
-    """The safetensors files to read: those of the index, else the single file."""
-    index = directory / INDEX
+    """The safetensors files to read, as transformers chooses among several sets: what config.json names, else the
+    single file, else those of the index. An index beside the single file is left over from an earlier save."""
+    if (directory / ADAPTER).is_file():
+        raise WeightsError(f"{directory} holds an adapter ({ADAPTER}), which is added to other weights. Merge it into "
+                           f"its base model and save that, or remove {ADAPTER} if it is merged.")  # fmt: skip
+    named, index = _named(directory), directory / INDEX
+    if named is not None and not named.is_file():
+        raise WeightsError(f"{directory / CONFIG} names {named.name} (transformers_weights), which is not there.")
+    if named is not None:
+        return _indexed(named) if named.suffix == ".json" else [named]
+    if (directory / SINGLE).is_file():
+        if index.is_file():
+            _tell_unread(index)
+        return [directory / SINGLE]
     if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise WeightsError(f"{index} is not a valid index ({error!r}). Download or export it again.") from error
-        absent = [name for name in names if not (directory / name).is_file()]
-        if absent:
-            raise WeightsError(f"{index} lists files that are not there: {_some(absent)}. The download is incomplete.")
-        return [directory / name for name in names]
-    found = [directory / SINGLE] if (directory / SINGLE).is_file() else sorted(directory.glob("*.safetensors"))
+        return _indexed(index)
+    found = sorted(directory.glob("*.safetensors"))
     if len(found) == 1:
         return found
     if found:
@@ -123,6 +134,59 @@ def _files(directory: Path) -> list[Path]:
         raise WeightsError(f"{directory} has only pickled weights ({_some(pickled)}), which can run code when read. "
                            "Convert them to safetensors first.")  # fmt: skip
     raise WeightsError(f"{directory} has no {SINGLE} and no {INDEX}. Pass a directory that holds the weights.")
+
+
+@cache
+def _tell_unread(index: Path) -> None:
+    """Warn, once a process, of an index that is not followed."""
+    log.warning("%s is not followed: %s beside it holds the weights", index, SINGLE)
+
+
+def _named(directory: Path) -> Path | None:
+    """The file of weights, or the index, that config.json names (`transformers_weights`)."""
+    config = directory / CONFIG
+    name = read_json(config).get("transformers_weights") if config.is_file() else None
+    if name is None:
+        return None
+    if not isinstance(name, str) or Path(name).name != name or not name.endswith((".safetensors", f".{INDEXED}")):
+        raise WeightsError(f"{config}: transformers_weights must be a .safetensors file beside it or an index of such, "
+                           f"not {name!r}.")  # fmt: skip
+    return directory / name
+
+
+def _indexed(index: Path) -> list[Path]:
+    """The files that an index lists."""
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise WeightsError(f"{index} is not a valid index ({error!r}). Download or export it again.") from error
+    absent = [name for name in names if not (index.parent / name).is_file()]
+    if absent:
+        raise WeightsError(f"{index} lists files that are not there: {_some(absent)}. The download is incomplete.")
+    return [index.parent / name for name in names]
+
+
+def head_of_its_own(directory: Path) -> bool:
+    """True if the weights have an output head that is no copy of the embeddings: then the two are not tied, whatever
+    config.json says. False where there are no weights to look at."""
+    try:
+        files = _files(directory)
+        stamps = tuple((str(file), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files)
+        return _heads_differ(directory, stamps)
+    except (UserError, OSError):
+        return False
+
+
+@lru_cache(maxsize=8)
+def _heads_differ(directory: Path, stamps: tuple[tuple[str, int, int], ...]) -> bool:
+    checkpoint = Checkpoint(directory)
+    if not {HEAD, EMBEDDINGS} <= checkpoint.where.keys():
+        return False
+    head, table = checkpoint.read(HEAD), checkpoint.read(EMBEDDINGS)
+    same = head.shape == table.shape and torch.equal(head, table)
+    if not same:
+        log.warning("%s: the output head is no copy of the embeddings, so they are not tied", directory)
+    return not same
 
 
 class Weights:
@@ -192,7 +256,7 @@ def _compare(checkpoint: Tensors, layout: Layout) -> None:
     expected: dict[str, Part] = {part[0]: part for parts in layout.values() for part in parts}
     present = {name for name in checkpoint.where if not HARMLESS.fullmatch(name)}
     if "head" not in layout:
-        present.discard("lm_head.weight")  # a copy of the embeddings that some exports of tied models keep
+        present.discard(HEAD)  # a copy of the embeddings that some exports of tied models keep
     missing, extra = sorted(expected.keys() - present), sorted(present - expected.keys())
     problems = []
     if missing:
