@@ -14,6 +14,10 @@ class UserError(PhasewiseError):
     """The caller asked for something impossible; the message names the wrong value and the fix."""
 
 
+class BudgetError(UserError):
+    """A request needs more KV than the whole budget has."""
+
+
 class Unanswerable(UserError):
     """A request's constraints leave no token to go on with, which was found while it ran."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ from phasewise.load import load_model, model_path
 from phasewise.model.chat import ChatTemplate
 from phasewise.model.model import Model
 from phasewise.model.source import forget
-from phasewise.model.tokenizer import Tokenizer
+from phasewise.model.tokenizer import Tokenizer, why_no_text
 from phasewise.ops.native.room import let_go
 from phasewise.options import lossy
 from phasewise.request.params import SLO, Params
@@ -37,6 +37,7 @@ Message = Mapping[str, Any]
 Stop = str | Sequence[str]
 Recipes = Mapping[str, Mapping[str, str | None]]
 AGAIN = "#"  # before the number of a recipe whose methods have changed while it was served
+BYTES = (bytes, bytearray, memoryview)  # of numbers, which are no token ids
 FIELDS = tuple(field.name for field in fields(Params) if field.init)
 
 
@@ -210,8 +211,12 @@ class LLM:
 
     # ---- what the server needs as well
     def encode(self, prompt: Prompt) -> list[int]:
-        """The token ids of a prompt."""
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        """The token ids of a prompt. Raises UserError for what is neither text nor token ids."""
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if isinstance(prompt, BYTES) or not isinstance(prompt, Iterable):
+            raise UserError(f"prompt: {why_no_text(prompt)}")
+        return list(prompt)
 
     def encode_chat(
         self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None, add_special: bool = False
@@ -370,8 +375,10 @@ def vector_of(request: Request, normalise: bool) -> Tensor:
 
 
 def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A single prompt counts as a list of one."""
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+    """A single prompt counts as a list of one, and so does what is no prompt at all."""
+    if isinstance(prompts, (str, *BYTES)) or not isinstance(prompts, Iterable):
+        return [prompts]  # type: ignore[list-item]
+    if prompts and isinstance(prompts[0], int):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 

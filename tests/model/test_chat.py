@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
 
 from phasewise.errors import UserError
 from phasewise.model import sandbox
@@ -66,6 +68,52 @@ def test_equals_transformers(source: str, add_generation_prompt: bool) -> None:
     ours = template(source).render(MESSAGES, add_generation_prompt, **extra)
     assert ours == theirs[0]
     assert "thanks" in ours
+
+
+EVERY = """{% if tools is not none %}Tools: {{ tools | tojson }}{% endif %}{% if documents is not none %}Documents\
+{% endif %}{% for m in messages %}[{{ m.role }}:{{ m.content }}{{ m.tool_calls }}{{ m.reasoning_content }}]\
+({{ m.thinking }}){% endfor %}"""
+PARTS = """{% for m in messages %}{{ m.role }}: {% if m.content is string %}{{ m.content }}{% else %}\
+{% for part in m.content %}{% if part.type == 'text' %}<{{ part.text }}>{% endif %}{% endfor %}{% endif %}
+{% endfor %}"""
+TEXTS = [{"type": "text", "text": "the"}, {"type": "text", "text": "fox"}]
+
+
+@pytest.mark.parametrize("source, messages", [
+    (EVERY, [{"role": "user", "content": "hi"}]),
+    (EVERY, [{"role": "assistant", "content": None, "tool_calls": None, "name": None}]),
+    (EVERY, [{"role": "assistant", "content": "a", "reasoning": "because"}]),
+    (EVERY, [{"role": "assistant", "content": "a", "thinking": "because", "reasoning_content": None}]),
+    (PARTS, [{"role": "user", "content": TEXTS}, {"role": "assistant", "content": "b"}]),
+    (PARTS, [{"role": "system", "content": TEXTS}, {"role": "user", "content": TEXTS[:1]}]),
+])  # fmt: skip
+def test_what_transformers_always_gives(source: str, messages: list[dict[str, Any]]) -> None:
+    from transformers import PreTrainedTokenizerFast  # which takes long
+
+    backend = Backend(models.WordLevel({"<s>": 0, "</s>": 1}, "<s>"))
+    theirs = PreTrainedTokenizerFast(tokenizer_object=backend, **TOKENS)
+    want = theirs.apply_chat_template(messages, chat_template=source, tokenize=False, add_generation_prompt=True)
+    assert template(source).render(messages) == want
+
+
+def test_parts_are_joined_where_the_template_writes_no_lists() -> None:
+    """As the chat endpoint of transformers does, with a space."""
+    for source in (CHATML, LLAMA2, TOOLS):
+        whole = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "the fox"}]
+        parts = [
+            {"role": "system", "content": [{"type": "text", "text": "Be brief"}]},
+            {"role": "user", "content": TEXTS},
+        ]
+        assert template(source).render(parts) == template(source).render(whole)
+    with pytest.raises(UserError, match="only parts"):
+        template(CHATML).render([{"role": "user", "content": [{"type": "image", "url": "x"}]}])
+
+
+@pytest.mark.parametrize("source", [CHATML, PARTS])
+def test_a_final_message_in_parts_is_continued(source: str) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": TEXTS}]
+    text = template(source).render(messages, continue_final_message=True)
+    assert text.endswith("the fox" if source == CHATML else "<the><fox")
 
 
 def test_generation_prompt_is_the_default() -> None:

@@ -74,3 +74,27 @@ def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_invalid_id() -> None:
     with pytest.raises(UserError, match=r"not a valid hub id.*local directory"):
         resolve("org/na..me")
+
+
+def test_a_gguf_file_is_known_by_its_first_bytes(tmp_path: Path) -> None:
+    """Ollama names its files by their hash."""
+    blob, upper, other = (tmp_path / name for name in ("sha256-0f3a", "MODEL.GGUF", "notes.txt"))
+    blob.write_bytes(b"GGUF\3\0\0\0")
+    upper.write_bytes(b"broken")  # whose name says what it is to be; reading it says what is wrong
+    other.write_bytes(b"GGU")
+    assert resolve(blob) == resolve(str(blob)) == blob and resolve(upper) == upper
+    with pytest.raises(UserError, match=r"notes\.txt is a file"):
+        resolve(other)
+
+
+def test_a_folder_that_holds_one_gguf_model(tmp_path: Path) -> None:
+    for i in (1, 2):
+        (tmp_path / f"a-0000{i}-of-00002.gguf").write_bytes(b"GGUF")
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "mmproj-a.gguf").write_bytes(b"GGUF")
+    assert resolve(tmp_path) == tmp_path / "a-00001-of-00002.gguf"
+    (tmp_path / "b.GGUF").write_bytes(b"GGUF")
+    with pytest.raises(UserError, match=r"2 GGUF models \(a-00001-of-00002.gguf, b.GGUF\)"):
+        resolve(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert resolve(tmp_path) == tmp_path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -64,9 +65,31 @@ def test_tokens_of_a_conversation(server: Server, llm: LLM, fields: dict[str, An
     assert used == told["count"]
 
 
+CALLED = [
+    {"role": "user", "content": "go"},
+    {"role": "assistant", "content": None, "tool_calls": [
+        {"id": "a", "type": "function", "function": {"name": "set", "arguments": '{"city": "Oslo", "n": [1, 2]}'}}]},
+    {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "4"}, {"type": "text", "text": "2"}]},
+]  # fmt: skip
+SET = {"type": "function", "function": {"name": "set", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize("fields", [{}, {"tools": [SET]}, {"tools": [SET], "tool_choice": "none"},
+                                    {"tools": [SET], "tool_choice": "required"}])  # fmt: skip
+def test_tokens_of_a_conversation_with_calls_are_those_that_a_chat_reads(
+    hermes: Server, fields: dict[str, Any]
+) -> None:
+    told = hermes.post("/tokenize", {"messages": CALLED, **fields}).json()
+    assert '"arguments": {"city": "Oslo"' in hermes.post("/detokenize", {"tokens": told["tokens"]}).json()["prompt"]
+    used = hermes.post("/v1/chat/completions", {"model": "tiny", "messages": CALLED, "max_tokens": 1, **fields}).json()
+    assert used["usage"]["prompt_tokens"] == told["count"]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
+        ("/tokenize", {"prompt": "a", "tools": [SET]}, "tools"),
+        ("/tokenize", {"messages": MESSAGES, "tools": [{"type": "web_search"}]}, "tools"),
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": MESSAGES}, "prompt"),
         ("/tokenize", {"prompt": 5}, "prompt"),
@@ -107,8 +130,6 @@ def test_a_failed_engine_is_neither() -> None:
 
 
 def test_a_server_that_shuts_down_lives_but_is_not_ready(llm: LLM) -> None:
-    import asyncio
-
     service = Service(llm, "tiny", ServePolicy(queue=1))
     service.close()
     gets = dict(service.gets)
@@ -130,9 +151,9 @@ def test_special_tokens_around_a_prompt(tmp_path: Path) -> None:
     service = Service(LLM(str(tmp_path / "begins")), "tiny", ServePolicy(queue=1))
     plain = service.llm.tokenizer.encode(PROMPT, False)
     for flag, ids in ((None, [1, *plain]), (True, [1, *plain]), (False, plain)):
-        assert service._about._encode(TokenizeAsk(prompt=PROMPT, add_special_tokens=flag)) == ids
+        assert asyncio.run(service._about._encode(TokenizeAsk(prompt=PROMPT, add_special_tokens=flag))) == ids
         ask = CompletionAsk(prompt=[PROMPT], add_special_tokens=flag)
         assert service._encode(ask, PROMPT) == ids
     chat = service.llm.encode_chat(MESSAGES)
     for flag, ids in ((None, chat), (False, chat), (True, [1, *chat])):
-        assert service._about._encode(TokenizeAsk(messages=MESSAGES, add_special_tokens=flag)) == ids
+        assert asyncio.run(service._about._encode(TokenizeAsk(messages=MESSAGES, add_special_tokens=flag))) == ids

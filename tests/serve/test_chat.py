@@ -62,7 +62,7 @@ def test_contents_in_parts_and_developer_messages(client: openai.OpenAI) -> None
         answer = client.chat.completions.create(model="tiny", messages=messages, temperature=0, max_tokens=12)
         return answer.choices[0].message.content
 
-    parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "fox?"}]
+    parts = [{"type": "text", "text": "the"}, {"type": "text", "text": "fox?"}]
     assert text(HELLO) == text([HELLO[0], {"role": "user", "content": parts}])
     assert text(HELLO) == text([{"role": "developer", "content": "Be brief."}, HELLO[1]])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 
 POLICY = ServePolicy()
+ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,14 @@ class Offer:
             "--allow-templates", help="Let requests bring a chat_template. Each is rendered in a process of its own."
         ),
     ] = False
+    generation_config: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|none|PATH",
+            help="Sampling of requests that say nothing. auto: as the model's generation_config.json recommends; none: "
+            "temperature 1 over the whole vocabulary; a path: as that file, or the one in that folder, says.",
+        ),
+    ] = POLICY.generation_config
     no_playground: Annotated[bool, typer.Option("--no-playground", help="Do not serve the playground at /.")] = False
     stored_bytes: Annotated[
         str,
@@ -97,6 +108,7 @@ class Offer:
             tool_format=self.tool_format,
             reasoning_format=self.reasoning_format,
             allow_templates=self.allow_templates,
+            generation_config=self.generation_config,
             stored_bytes=parse_bytes(self.stored_bytes),
             playground=not self.no_playground,
         )
@@ -134,6 +146,19 @@ class Access:
             "again. Default: never.",
         ),
     ] = None  # fmt: skip
+    keep_alive: Annotated[
+        float,
+        typer.Option(min=0.1, metavar="SECONDS", help="Time that a connection without a request stays open."),
+    ] = POLICY.keep_alive
+    allowed_origins: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN",
+            help="Web origin whose pages may ask this server (CORS), such as https://chat.example; '*': all. May be "
+            "repeated, or a JSON list. Default: none.",
+            show_default=False,
+        ),
+    ] = None
     otel: Annotated[
         str | None,
         typer.Option(metavar="URL", help="Send OpenTelemetry traces to this collector, such as http://localhost:4318."),
@@ -160,7 +185,21 @@ class Access:
         watched = ServePolicy(
             sleep_after=self.sleep_after, otel=self.otel, log=self.log_format, open_metrics=self.open_metrics
         )
-        return replace(watched, keys=self.keys, tls=tls, caps=caps, write_timeout=self.write_timeout)
+        return replace(
+            watched, keys=self.keys, tls=tls, caps=caps, write_timeout=self.write_timeout, keep_alive=self.keep_alive,
+            origins=tuple(origin for text in self.allowed_origins or () for origin in _origins(text)),
+        )  # fmt: skip
+
+
+def _origins(text: str) -> list[str]:
+    """Origins of an option: one, or a JSON list. Raises UserError for what is none."""
+    try:
+        found = json.loads(text) if text.startswith("[") else [text]
+    except ValueError:
+        found = None
+    if not isinstance(found, list) or not all(isinstance(each, str) and ORIGIN.fullmatch(each) for each in found):
+        raise UserError(f"--allowed-origins {text}: give '*', or scheme and host such as https://chat.example")
+    return found
 
 
 @dataclass(frozen=True)

@@ -145,14 +145,17 @@ class Router:
             raise PhasewiseError("the workers have been dismissed: nothing can be added after close()")
         if request.id in self.flights:
             raise UserError(f"a request with id {request.id!r} is already running: give each request its own id")
-        for front in self.fronts:
-            front.check(request, self.model.config.max_positions)
+        self.check(request)
         request.trace.arrived = self.clock()
         parent = None if request.parent is None else self.flights.get(request.parent.id)
         if parent is not None and not parent.held and parent.computing:
             self._begin(self._flight(request, parent.handle), parent.caller)
         else:
             self._begin(self._flight(request, self._start_of(request)))
+
+    def check(self, request: Request) -> None:
+        for front in self.fronts:
+            front.check(request, self.model.config.max_positions)
 
     def _flight(self, request: Request, handle: WorkerHandle) -> InFlight:
         flight = self.flights[request.id] = InFlight(request, handle, next(self._attempts), next(self._numbers))

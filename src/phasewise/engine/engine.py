@@ -21,7 +21,7 @@ from phasewise.engine.attempt import Settled, StepAttempt, isolate
 from phasewise.engine.queues import Queues
 from phasewise.engine.refusals import DEPTH, kept_within, longest, refuse
 from phasewise.engine.runtime import Parts, Runtime
-from phasewise.errors import Unanswerable, UserError, near
+from phasewise.errors import BudgetError, Unanswerable, UserError, near
 from phasewise.kv.buffer import stride
 from phasewise.request.request import Departure, Request
 from phasewise.step.phase import Phase
@@ -122,7 +122,7 @@ class Engine:
             request.params = replace(request.params, max_tokens=max(1, most - request.prompt_len))
         tokens = (request.prompt_len if self._departs else request.limit) + runtime.margin
         if runtime.need(tokens) > limit:
-            raise UserError(
+            raise BudgetError(
                 f"the request may need {runtime.need(tokens):,} bytes of KV ({tokens} tokens), but the budget is "
                 f"{limit:,}: raise --kv-bytes or lower max_tokens"
             )

@@ -58,6 +58,8 @@ def _environment() -> Sandbox:
 
 
 _MARK = "the-final-message-goes-on-here "  # ends in a space, which templates that trim take away
+_PARTS = ("first-part-of-a-probe", "second-part-of-a-probe")
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of what a message's author thought
 
 
 class ChatTemplate:
@@ -66,6 +68,7 @@ class ChatTemplate:
     def __init__(self, sources: Mapping[str, str], tokens: Mapping[str, str] | None = None) -> None:
         self.tokens = dict(tokens or {})
         self.sources = dict(sources)
+        self._takes_parts: dict[tuple[str, str], bool] = {}  # by template and role
         environment = _environment()
         self._templates = {}
         self._variables = {}
@@ -105,26 +108,62 @@ class ChatTemplate:
         `continue_final_message`, instead, where the last message's text ends, for the answer to go on with it.
 
         `template` picks one by name; None takes `tool_use` when `tools` are given and it exists, else `default`.
-        `extra` are variables for the template, such as `tools` or `enable_thinking`.
+        `extra` are variables for the template, such as `tools` or `enable_thinking`; `tools` and `documents` are None
+        where they are not given. Fields of messages that are None are left out. A content that is a list of parts goes
+        to a template that writes such lists, and to any other as the texts with a space between them.
         """
         if continue_final_message:
             return self._open(messages, template, extra)
-        chosen = self._templates[self._pick(template, bool(extra.get("tools")))]
-        variables = {**self.tokens, **extra, "messages": messages, "add_generation_prompt": add_generation_prompt,
-                     TURN: RenderBudget()}  # fmt: skip
+        name = self._pick(template, bool(extra.get("tools")))
+        shown = [self._plain(message, name) for message in messages]
+        return self._render(name, shown, {**extra, "add_generation_prompt": add_generation_prompt})
+
+    def _render(self, name: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+        """The text that one template makes."""
+        own = {"tools": None, "documents": None, **self.tokens, **variables, "messages": messages, TURN: RenderBudget()}
         try:
-            return chosen.render(variables)
+            return self._templates[name].render(own)
         except Exception as error:  # a template can fail in any way that an expression can; none is our traceback
             reason = str(error) or type(error).__name__
             raise UserError(f"The chat template cannot render these messages: {reason}. Check roles and content, or "
                             "send a plain prompt instead.") from error  # fmt: skip
 
+    def _plain(self, message: Mapping[str, Any], name: str) -> dict[str, Any]:
+        """A message as this template gets it."""
+        shown = {key: value for key, value in message.items() if value is not None}
+        thought = next((shown[key] for key in _REASONING if key in shown), None)
+        if thought is not None:
+            shown = {"thinking": thought, **shown, "reasoning_content": thought}
+        content = shown.get("content")
+        if isinstance(content, (list, tuple)) and not self._shows_parts(name, str(shown.get("role"))):
+            shown["content"] = joined(content)
+        return shown
+
+    def _shows_parts(self, name: str, role: str) -> bool:
+        """True if this template writes a content of several parts as their texts, in a message of this role."""
+        if (name, role) not in self._takes_parts:
+            probe = {"role": role, "content": [{"type": "text", "text": text} for text in _PARTS]}
+            before = [] if role in ("user", "system") else [{"role": "user", "content": "a"}]
+            after = [{"role": "user", "content": "a"}] if role == "system" else []
+            try:
+                text = self._render(name, [*before, probe, *after], {"add_generation_prompt": False})
+            except UserError:
+                text = ""
+            bare = not any(quote + _PARTS[0] in text for quote in "'\"")  # no list as Python or JSON writes it
+            self._takes_parts[name, role] = bare and all(part in text for part in _PARTS)
+        return self._takes_parts[name, role]
+
     def _open(self, messages: Sequence[Mapping[str, Any]], template: str | None, extra: Mapping[str, Any]) -> str:
         """The prompt up to where the last message's text ends."""
         last = messages[-1] if messages else {}
-        if not isinstance(last.get("content"), str):
+        content = last.get("content")
+        if isinstance(content, list) and content and isinstance(content[-1], dict):
+            ending: Any = [*content[:-1], {**content[-1], "text": f"{content[-1].get('text')}{_MARK}"}]
+        elif isinstance(content, str):
+            ending = content + _MARK
+        else:
             raise UserError("continue_final_message continues the last message, but that has no text: give it some")
-        marked = [*messages[:-1], {**last, "content": last["content"] + _MARK}]
+        marked = [*messages[:-1], {**last, "content": ending}]
         text = self.render(marked, False, template=template, **extra)
         at = text.rfind(_MARK.strip())
         if at < 0:
@@ -141,6 +180,14 @@ class ChatTemplate:
         if name not in self._templates:
             raise UserError(f"There is no chat template {name!r}. {near(name, self._templates)}")
         return name
+
+
+def joined(parts: Sequence[Any]) -> str:
+    """The texts of a content's parts with a space between two of them. UserError for a part that is no text."""
+    texts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise UserError('The only parts that this chat template shows are {"type": "text", "text": "..."}.')
+    return " ".join(map(str, texts))
 
 
 @dataclass(frozen=True)

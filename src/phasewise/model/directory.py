@@ -9,6 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from phasewise.errors import UserError
+from phasewise.model import generation
 from phasewise.model.raw import RawConfig, read_json
 from phasewise.model.special import CONFIG, TOKENIZER, read_special
 from phasewise.model.weights import Checkpoint, head_of_its_own
@@ -26,13 +27,15 @@ class Directory:
             raise UserError(f"{self.path} has no config.json. Pass a directory in Hugging Face layout: config.json, "
                             "*.safetensors and tokenizer.json.")  # fmt: skip
         values = read_json(path)
-        generation = self.path / "generation_config.json"
-        extra = read_json(generation) if generation.is_file() else {}
-        ends = [*_ids(extra.get("eos_token_id")), *_ids(values.get("eos_token_id")), *self.ends()]
+        ends = [*_ids(self.generation().get("eos_token_id")), *_ids(values.get("eos_token_id")), *self.ends()]
         values = {**values, "eos_token_id": list(dict.fromkeys(ends))}
         if values.get("tie_word_embeddings") is not False and head_of_its_own(self.path):
             values["tie_word_embeddings"] = False
         return RawConfig(values, path)
+
+    def generation(self) -> dict[str, Any]:
+        file = self.path / generation.FILE
+        return read_json(file) if file.is_file() else {}
 
     def ends(self) -> list[int]:
         """The id of the tokenizer's end token: it ends answers as those do that the settings name. None where there is

@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 
 from phasewise.errors import UserError
+from phasewise.gguf.checkpoint import shards
+from phasewise.gguf.container import MAGIC
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # No pickle: nothing that could run code is even downloaded.
@@ -14,12 +16,15 @@ UNWANTED = ["consolidated*", "original/*", "onnx/*"]  # second copies of the wei
 
 
 def resolve(path: str | Path) -> Path:
-    """Resolves `path`: a directory, a .gguf file, else the download of a hub id such as `org/name`.
+    """Resolves `path`: a directory, a GGUF file of any name or a folder of one, else the download of a hub id such as
+    `org/name`.
 
     Raises UserError naming the value and the fix when there is no such directory and it cannot be downloaded.
     """
     directory = Path(path).expanduser()
-    if directory.is_dir() or (directory.is_file() and directory.suffix == ".gguf"):
+    if directory.is_dir():
+        return _gguf_in(directory) or directory
+    if directory.is_file() and (directory.suffix.lower() == ".gguf" or _begins_as_gguf(directory)):
         return directory
     if directory.exists():
         raise UserError(f"{directory} is a file; pass a .gguf file, or the directory that holds config.json and the "
@@ -28,6 +33,29 @@ def resolve(path: str | Path) -> Path:
     if isinstance(path, Path) or not HUB_ID.fullmatch(name):
         raise UserError(f"There is no directory {name!r}. Pass the path of a checkpoint, or a hub id like org/name.")
     return _download(name)
+
+
+def _begins_as_gguf(file: Path) -> bool:
+    """True if the file's first bytes say that it is one, as of blobs that Ollama names by their hash."""
+    try:
+        with file.open("rb") as opened:
+            return opened.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+def _gguf_in(directory: Path) -> Path | None:
+    """The GGUF file of a folder without other weights: one, or the first of its shards. UserError where there are
+    several models."""
+    if next(directory.glob("*.safetensors"), None) is not None:
+        return None
+    found = sorted(path for path in directory.iterdir() if path.is_file() and path.suffix.lower() == ".gguf")
+    models = [path for path in found if path == shards(path)[0] or shards(path)[0] not in found]
+    models = [path for path in models if not path.name.startswith("mmproj")]  # of images, beside a model
+    if len(models) > 1:
+        names = ", ".join(path.name for path in models[:5]) + (" ..." if len(models) > 5 else "")
+        raise UserError(f"{directory} holds {len(models)} GGUF models ({names}): pass the path of one of them.")
+    return models[0] if models else None
 
 
 def _download(name: str) -> Path:

@@ -40,6 +40,9 @@ class Instead:
     def settings(self) -> RawConfig:
         return self.own.settings()
 
+    def generation(self) -> dict[str, Any]:
+        return self.own.generation() or self.base.generation()
+
     def tensors(self) -> Exchanged:
         return Exchanged(self.base, self.path)
 

@@ -60,7 +60,7 @@ class Basis:
 
 def check(files: Source, heads: int) -> ModelConfig:
     """The settings of a model whose KV heads can become so many. Raises UserError saying why not."""
-    if files.path.suffix == ".gguf":
+    if files.path.is_file():
         raise UserError(f"{files.path}: the numbers of a .gguf file are rounded, and would be rounded again: convert "
                         "the checkpoint that it was made from")  # fmt: skip
     config = parse_config(files.settings())

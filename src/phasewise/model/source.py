@@ -29,6 +29,10 @@ class Source(Protocol):
         """The architecture as config.json has it."""
         ...
 
+    def generation(self) -> dict[str, Any]:
+        """What generation_config.json says; empty where there is none."""
+        ...
+
     def tensors(self) -> Tensors: ...
 
     def tokenizer(self) -> Backend: ...
@@ -57,6 +61,9 @@ class GGUF:
 
     def settings(self) -> RawConfig:
         return RawConfig(self._model().settings, self.path)
+
+    def generation(self) -> dict[str, Any]:
+        return {}
 
     def tensors(self) -> Tensors:
         return self._model()

@@ -9,6 +9,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders
 
+from phasewise.errors import UserError
 from phasewise.model.source import source
 from phasewise.model.stream import ByteStream, Pieces, WindowStream
 from phasewise.model.token_bytes import TokenBytes
@@ -31,6 +32,18 @@ def begun(ids: Sequence[int], begin: Sequence[int]) -> list[int]:
     return list(ids) if [*ids[: len(begin)]] == [*begin] else [*begin, *ids]
 
 
+def why_no_text(given: object) -> str:
+    """Why this cannot be encoded."""
+    if not isinstance(given, str):
+        kind = type(given).__name__
+        return f"{given!r:.40} is {kind}, not text" + (": decode it first" if isinstance(given, bytes) else "")
+    at = next((i for i, char in enumerate(given) if "\ud800" <= char <= "\udfff"), 0)
+    return (
+        f"the text has a lone surrogate (U+{ord(given[at]):04X}) at position {at}, which is no character: it comes "
+        "from bytes that are not UTF-8, or from half of a pair. Decode the bytes as what they are, or leave it out"
+    )
+
+
 class Tokenizer:
     """A `tokenizers` pipeline and the special tokens named beside it."""
 
@@ -50,10 +63,13 @@ class Tokenizer:
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Token ids; `add_special` puts what the checkpoint's template adds around a text, such as a BOS. As in
-        `transformers`, a text that has written its own BOS gets another one."""
-        if len(text) < LONG:
-            return list(self.backend.encode(text, add_special_tokens=add_special).ids)
-        return list(self.backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
+        `transformers`, a text that has written its own BOS gets another one. UserError for what is no text."""
+        try:
+            if len(text) < LONG:
+                return list(self.backend.encode(text, add_special_tokens=add_special).ids)
+            return list(self.backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
+        except TypeError:
+            raise UserError(why_no_text(text)) from None
 
     @cached_property
     def begin(self) -> list[int]:

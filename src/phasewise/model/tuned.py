@@ -51,6 +51,9 @@ class MergedLoRA:
             else RawConfig({**raw.values, "eos_token_id": [*ends, found]}, raw.path)
         )
 
+    def generation(self) -> dict[str, Any]:
+        return self.own.generation() or self.base.generation()
+
     def tensors(self) -> Merged:
         return Merged(self.base, self.path / FILE)
 

@@ -139,6 +139,11 @@ def _plain(ask: object) -> dict[str, Any] | None:
         found = json.loads(json.dumps(ask, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise UserError(f"ask is no plain JSON ({error}): name texts, numbers, lists or dicts") from None
+    try:
+        json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise UserError("ask has a lone surrogate, which is no character: decode bytes as what they are, or leave it "
+                        "out") from None  # fmt: skip
     if not isinstance(found, dict):
         raise UserError(f"ask={ask!r:.60} does not name what is asked for, as {{'name': value}} does")
     return found or None

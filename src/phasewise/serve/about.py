@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from phasewise.serve.service import Service
 
 
+# what only a conversation has
+CHAT = (
+    "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs", "tools", "tool_choice",
+)  # fmt: skip
+
+
 class StrictBody(BaseModel):
     """A body of few fields: one that is unknown is refused."""
 
@@ -36,24 +42,25 @@ class TokenizeAsk(StrictBody):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Any = None
+    tool_choice: Any = None
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
     def _one(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise ApiError(400, "give either prompt or messages", "prompt", "invalid_value")
-        chat = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
-        wrong = next((name for name in chat if getattr(self, name) is not None), None)
+        wrong = next((name for name in CHAT if getattr(self, name) is not None), None)
         if self.prompt is not None and wrong is not None:
             raise ApiError(400, f"{wrong} is for messages: leave it out beside prompt", wrong, "invalid_value")
         return self
 
     def chat(self) -> ChatAsk:
         """The conversation, checked as that of a chat is."""
-        names = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
-        fields = {name: getattr(self, name) for name in names}
-        return read(ChatAsk, json.dumps({"messages": self.messages, **fields}).encode())
+        fields = {name: value for name in CHAT if (value := getattr(self, name)) is not None}
+        return read(ChatAsk, json.dumps({"model": self.model, "messages": self.messages, **fields}).encode())
 
 
 class DetokenizeAsk(StrictBody):
@@ -99,20 +106,21 @@ class About:
         ask = await self._service.read(TokenizeAsk, request)
         recipe = self._service.recipe(ask.model)
         try:
-            ids = await asyncio.to_thread(self._encode, ask)
+            ids = await self._encode(ask)
         except UserError as error:
-            raise ApiError(400, str(error), "messages") from error
+            raise ApiError(400, str(error), "prompt") from error
         known = self._llm.tokenizer.token
         return json_response({
             "count": len(ids), "max_model_len": self._llm.engine.reach(recipe), "tokens": ids,
             "token_strs": [known(i) for i in ids] if ask.return_token_strs else None,
         })  # fmt: skip
 
-    def _encode(self, ask: TokenizeAsk) -> list[int]:
+    async def _encode(self, ask: TokenizeAsk) -> list[int]:
+        tokenizer = self._llm.tokenizer
         if ask.prompt is not None:
-            return self._llm.tokenizer.encode(ask.prompt, ask.add_special_tokens is not False)
-        chat = ask.chat()
-        return self._llm.encode_chat(chat.messages, chat.variables(), bool(ask.add_special_tokens))
+            return await asyncio.to_thread(tokenizer.encode, ask.prompt, ask.add_special_tokens is not False)
+        prompt = await self._service.prompt(ask.chat())
+        return [*(tokenizer.begin if ask.add_special_tokens else ()), *prompt.ids]
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids, special ones included."""

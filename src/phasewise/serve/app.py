@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from phasewise.serve.watch.traces import Tracer
 
 POLICY = ServePolicy()
+BACKLOG = 2048  # connections that wait to be accepted
+METHODS = ("GET", "HEAD", "POST", "DELETE", "OPTIONS")
 OPEN_TO_ALL = (
     "other machines can reach this server without a key. --keys FILE requires keys (`phasewise keys new NAME` makes "
     "one); --host 127.0.0.1 keeps other machines out"
@@ -83,7 +85,8 @@ def run(
                 print(f"Playground: {url}/", flush=True)
 
         try:
-            serve(app, sock, ready, policy.tls)
+            listen(sock, host)
+            serve(app, sock, ready, policy.tls, policy.keep_alive)
         finally:
             if loaded is not llm:
                 loaded.close()
@@ -129,6 +132,13 @@ def create_app(
     if keys is not None:
         service.metrics.registry.register(keys)
     app.add_middleware(Gate, service=service, keys=keys, policy=policy, tracer=tracer)
+    if policy.origins:
+        from starlette.middleware.cors import CORSMiddleware
+
+        app.add_middleware(
+            CORSMiddleware, allow_origins=policy.origins, allow_methods=METHODS, allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )  # fmt: skip
     add_routes(app, service)
     show(app, service, keys, policy)
     describe(app)
@@ -170,10 +180,10 @@ def show(app: FastAPI, service: Service, keys: KeyRing | None, policy: ServePoli
     from starlette.responses import Response
 
     from phasewise.serve.playground.files import add_to
-    from phasewise.serve.watch.events import Events
+    from phasewise.serve.watch.events import ENDLESS, Events
 
     service.events = Events(service.engine, service.metrics.kv_limit, keys, policy.open_metrics)
-    app.add_api_route("/events", service.events.stream, include_in_schema=False, response_class=Response)
+    app.add_api_route(ENDLESS, service.events.stream, include_in_schema=False, response_class=Response)
     if policy.playground:
         add_to(app)
 
@@ -191,14 +201,30 @@ def bound(host: str, port: int) -> socket.socket:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, where = found[0]
         sock = socket.socket(family, kind, protocol)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(where)
+        try:
+            sock.bind(where)  # two sockets that may be reused could both have an address on which neither listens yet
+        except OSError:  # connections of a server that has ended may linger there
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(where)
         return sock
     except (OSError, OverflowError, UnicodeError) as error:
         if sock is not None:
             sock.close()
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"cannot listen on {host} port {port} ({reason}): choose another host or port") from error
+        raise _taken(host, port, error) from error
+
+
+def listen(sock: socket.socket, host: str) -> None:
+    """Listen on a bound socket. Raises UserError where another process has begun to since it was bound."""
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # of its connections: a next server can bind
+        sock.listen(BACKLOG)
+    except OSError as error:
+        raise _taken(host, sock.getsockname()[1], error) from error
+
+
+def _taken(host: str, port: int, error: Exception) -> UserError:
+    reason = getattr(error, "strerror", None) or error
+    return UserError(f"cannot listen on {host} port {port} ({reason}): choose another host or port")
 
 
 def impatient(sock: socket.socket, seconds: float) -> None:

@@ -27,13 +27,15 @@ class Unavailable(PhasewiseError):
 
 class ApiError(PhasewiseError):
     """An error with its HTTP status; `param` is the request field at fault, `code` a word for programs,
-    `retry` the seconds after which the same may succeed."""
+    `retry` the seconds after which the same may succeed, `headers` go into the response."""
 
     def __init__(
-        self, status: int, message: str, param: str | None = None, code: str | None = None, retry: float = 1.0
-    ) -> None:
+        self, status: int, message: str, param: str | None = None, code: str | None = None, retry: float = 1.0,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(message)
         self.status, self.param, self.code, self.retry = status, param, code, retry
+        self.headers = dict(headers or {})
 
 
 def api_error(error: Exception) -> ApiError:
@@ -48,7 +50,7 @@ def api_error(error: Exception) -> ApiError:
         case UserError():
             return ApiError(400, str(error))
         case HTTPException():
-            return ApiError(error.status_code, error.detail)
+            return ApiError(error.status_code, error.detail, headers=error.headers)
         case _:
             return ApiError(500, "an internal error; the server's log has the details", code="internal_error")
 
@@ -72,7 +74,7 @@ def json_response(body: Mapping[str, Any], status: int = 200, headers: Mapping[s
 
 
 def error_response(error: ApiError) -> Response:
-    headers = {}
+    headers = dict(error.headers)
     if error.status in (429, 503):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry)))
     if error.status == 401:

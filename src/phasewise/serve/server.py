@@ -55,11 +55,16 @@ class Server(uvicorn.Server):
         self.force_exit = self._signals > 2
 
 
-def serve(app: FastAPI, sock: socket.socket, ready: Callable[[], None], tls: tuple[Path, Path] | None = None) -> None:
-    """Serve on a bound socket until SIGINT or SIGTERM. `tls`: the files of certificate and private key."""
+def serve(
+    app: FastAPI, sock: socket.socket, ready: Callable[[], None], tls: tuple[Path, Path] | None = None,
+    keep_alive: float = 75.0,
+) -> None:  # fmt: skip
+    """Serve on a bound socket until SIGINT or SIGTERM. `tls`: the files of certificate and private key; `keep_alive`:
+    the seconds that a connection without a request stays open."""
     certificate, key = tls or (None, None)
     config = uvicorn.Config(
         app, http=Protocol, ws="none", log_config=None, log_level="error", access_log=False, server_header=False,
+        timeout_keep_alive=keep_alive,  # type: ignore[arg-type]  (of a timer, which takes parts of a second)
         timeout_graceful_shutdown=int(PATIENCE) + LAST_WORDS, ssl_certfile=certificate, ssl_keyfile=key,
     )  # fmt: skip
     Server(config, app.state.service, app.state.again, ready).run([sock])

@@ -8,17 +8,22 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from fastapi import Request
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
+from starlette.routing import Match
 
-from phasewise.errors import UserError, near
+from phasewise.errors import BudgetError, UserError, near
 from phasewise.llm import LLM
+from phasewise.load import files_of
+from phasewise.model import generation
 from phasewise.methods.sample._grammars import KINDS
 from phasewise.request.params import SLO, Params
+from phasewise.request.request import Request as EngineRequest
 from phasewise.serve.about import About
 from phasewise.serve.completions.answer import Answer, GenerationRequest, LogprobOptions
 from phasewise.serve.completions.conversation import ChatRenderer, Prompt
@@ -39,7 +44,7 @@ from phasewise.serve.responses.endpoint import Responses
 from phasewise.serve.scores.embeddings import Embeddings
 from phasewise.serve.scores.scoring import ScoringEndpoint
 from phasewise.serve.tools.asked import strict
-from phasewise.serve.watch.events import Events
+from phasewise.serve.watch.events import ENDLESS, Events
 from phasewise.serve.watch.metrics import Metrics
 
 INLINE = 4096  # characters or tokens; what is longer is read by a worker thread, so that streams go on meanwhile
@@ -57,7 +62,9 @@ class Service:
 
     def __init__(self, llm: LLM, name: str, policy: ServePolicy, slo: SLO | None = None) -> None:
         self.llm, self.name, self.created = llm, name, int(time.time())
+        _refuse_budget(llm)
         self.slo = slo or SLO()
+        self.sampling = _sampling(llm, policy.generation_config)  # of requests that say nothing
         self.names = _names(name, {recipe: recipe for recipe in llm.recipes})  # {what clients say: a recipe}
         self.metrics = Metrics(llm.limits.budget, llm.recipes)
         self.engine = EngineLoop(llm.engine, llm.limits.max_running + policy.queue, self.metrics.left)
@@ -137,6 +144,8 @@ class Service:
     async def refuse(self, request: Request, error: Exception) -> Response:
         """The response to any exception."""
         known = api_error(error)
+        if known.status == 405:
+            known.headers["Allow"] = ", ".join(_allowed(request))
         self.metrics.errors[known.status] += 1
         note(known)
         if request.url.path.startswith("/v1/messages"):
@@ -194,11 +203,11 @@ class Service:
 
     async def prompt(self, ask: ChatAsk) -> Prompt:
         """The prompt of a conversation."""
-        why = partial(self._why, ask.params(), self.recipe(ask.model))
+        why = partial(self._why, ask.params(self.sampling), self.recipe(ask.model))
         work = partial(self._conversations.prompt, ask, why)
         if ask.chat_template is not None:  # takes its time, and none of the threads that others need
             return await asyncio.get_running_loop().run_in_executor(self._apart, work)
-        size = sum(len(message["content"]) for message in ask.messages)
+        size = sum(_characters(message["content"]) for message in ask.messages)
         self._fits(size, ask, "messages")
         held = ask.tools and (strict(ask.tools) or ask.tool_choice not in (None, "auto", "none") or ask.structure())
         return await self._worker(INLINE if held else size, work)  # a grammar may take long
@@ -289,7 +298,7 @@ class Service:
         self, ask: Ask, prompts: Sequence[Sequence[int]], param: str, leads: Sequence[str] = ()
     ) -> GenerationRequest:
         slo, recipe = ask.targets(self.slo), self.recipe(ask.model)
-        params, asked, context = ask.params(), ask.limit(), self.llm.engine.reach(recipe)
+        params, asked, context = ask.params(self.sampling), ask.limit(), self.llm.engine.reach(recipe)
         if ask.exact and self.llm.lossy[recipe]:
             self._refuse_lossy(recipe)
         longest = max(map(len, prompts))
@@ -305,7 +314,8 @@ class Service:
         self._check_tokens("allowed_token_ids", params.allowed_token_ids or ())
         own = self.llm.model.config.max_positions
         if asked is None and context > own:  # such an answer ends with the context, or is one long
-            params = replace(params, max_tokens=own - longest if longest < own else own)
+            fits = own - longest if longest < own else own
+            params = replace(params, max_tokens=min(params.max_tokens, fits))
         params = self._going_on(ask, params, recipe)
         samples, told = ask.samples(), LogprobOptions(ask.told(), ask.prompt_logprobs)
         best = ask.n or 1 if samples > (ask.n or 1) else None
@@ -332,14 +342,49 @@ class Service:
     def _card(self, name: str) -> dict[str, Any]:
         reach = self.llm.engine.reach(self.names[name])
         return {"id": name, "object": "model", "created": self.created, "owned_by": "phasewise",
-                "max_model_len": reach}  # fmt: skip
+                "max_model_len": reach, "default_sampling_params": self.sampling}  # fmt: skip
 
     async def _worker(self, size: int, work: Callable[[], T]) -> T:
         return work() if size < INLINE else await asyncio.to_thread(work)
 
 
+def _refuse_budget(llm: LLM) -> None:
+    """Raise UserError where the KV budget is too small for the shortest request: the server would refuse all."""
+    for recipe in ("", *llm.recipes):
+        try:
+            llm.engine.check(EngineRequest([0], Params(max_tokens=1), recipe=recipe))
+        except BudgetError as error:
+            raise UserError(f"not even a prompt of one token can be served: {error}") from error
+        except UserError:  # a method that asks more of its requests
+            continue
+
+
+def _allowed(request: Request) -> list[str]:
+    """The methods that the path of a request takes."""
+    found: set[str] = set()
+    for route in request.app.routes:
+        if route.matches(dict(request.scope))[0] is not Match.NONE:
+            found |= set(route.methods or ())
+    return sorted(found | ({"HEAD"} if "GET" in found and request.url.path != ENDLESS else set()))
+
+
+def _sampling(llm: LLM, chosen: str) -> dict[str, Any]:
+    """The sampling of requests that say nothing. Raises UserError for a file that is wrong or not there."""
+    if chosen == "none":
+        return {}
+    if chosen != "auto":
+        return generation.read(Path(chosen).expanduser())
+    files = files_of(llm.name)
+    return generation.recommended(files.generation(), files.path / generation.FILE)
+
+
 def _names(model: str, recipes: Mapping[str, str]) -> dict[str, str]:
     return {model: ""} | {f"{model}@{name}": recipe for name, recipe in recipes.items()}
+
+
+def _characters(content: str | Sequence[Mapping[str, str]]) -> int:
+    """Those of a message's content, which may be in parts."""
+    return len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
 
 
 def _cut(ask: Ask, prompt: list[int]) -> list[int]:

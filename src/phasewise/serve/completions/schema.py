@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -167,17 +168,25 @@ class Ask(BaseModel):
         asked = {name: ms / 1e3 for name, ms in (self.slo or {}).items() if ms is not None}
         return SLO(asked.get("ttft_ms", default.ttft), asked.get("tpot_ms", default.tpot))
 
-    def params(self) -> Params:
-        """The engine's parameters, OpenAI's defaults filled in; without a seed, a random one."""
-        temperature = 1.0 if self.temperature is None else self.temperature
-        structure = self.structure()
+    def params(self, defaults: Mapping[str, Any] = MappingProxyType({})) -> Params:
+        """The engine's parameters; without a seed, a random one. Of what the request does not say, `defaults` are
+        taken, as model/generation.py gives them, and OpenAI's where there are none."""
+        structure, limit = self.structure(), self.limit()
+        if limit is None:
+            limit = max(defaults.get("max_new_tokens", AS_MANY_AS_FIT), self.min_tokens or 0)
+
+        def said(name: str, neutral: float) -> Any:
+            own = getattr(self, name)
+            return defaults.get(name, neutral) if own is None else own
+
+        temperature = said("temperature", 1.0)
         return Params(
-            max_tokens=AS_MANY_AS_FIT if (limit := self.limit()) is None else limit,
+            max_tokens=limit,
             temperature=0.0 if temperature < GREEDY_BELOW else temperature,
-            top_k=max(self.top_k or 0, 0),  # -1 is another way to say all
-            top_p=1.0 if self.top_p is None else max(self.top_p, 1e-9),
-            min_p=self.min_p or 0.0,
-            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            top_k=max(said("top_k", 0), 0),  # -1 is another way to say all
+            top_p=max(said("top_p", 1.0), 1e-9),
+            min_p=said("min_p", 0.0),
+            repetition_penalty=said("repetition_penalty", 1.0),
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
             logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
@@ -255,7 +264,7 @@ class CompletionAsk(Ask):
 
 
 class ChatAsk(Ask):
-    """POST /v1/chat/completions. Messages are checked here and become plain {"role", "content", ...}."""
+    """POST /v1/chat/completions. Messages are checked and become {"role", "content", ...}, as `in_parts` has it."""
 
     refused = CHAT_REFUSED
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
@@ -345,14 +354,14 @@ def read(kind: type[A], body: bytes) -> A:
 
 
 def _message(message: Mapping[str, Any], i: int) -> dict[str, Any]:
-    """One message with its content as plain text; `developer` is what newer clients call `system`."""
+    """One message with its content as text, or as several parts; `developer` is what newer clients call `system`."""
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
         raise ValueError(f"message {i} needs a role, such as system, user or assistant")
     if isinstance(content, list):
         if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in content):
             raise ValueError(f'message {i}: the only content parts supported are {{"type": "text", "text": "..."}}')
-        content = "".join(part["text"] for part in content)
+        content = in_parts([part["text"] for part in content])
     elif not isinstance(content, str) and not (content is None and role == "assistant"):
         raise ValueError(f"message {i}: content must be a string or a list of text parts")
     if role == "tool" and not isinstance(message.get("tool_call_id"), str):
@@ -362,6 +371,11 @@ def _message(message: Mapping[str, Any], i: int) -> dict[str, Any]:
         given["tool_calls"] = asked.calls(given["tool_calls"], i)
         given = given if given["tool_calls"] else {key: given[key] for key in given if key != "tool_calls"}
     return {**given, "role": "system" if role == "developer" else role, "content": content or ""}
+
+
+def in_parts(texts: Sequence[str]) -> str | list[dict[str, Any]]:
+    """A message's content: the text, where it is one, else its parts, which the chat template puts together."""
+    return "".join(texts) if len(texts) < 2 else [{"type": "text", "text": text} for text in texts]
 
 
 def texts_or_ids(value: Any) -> list[str] | list[list[int]]:

@@ -24,6 +24,12 @@ DRAIN_BYTES = 64 << 20  # of a larger one, how much is thrown away so that its s
 BODY_SECONDS = 60.0  # how long a client may take to send its body
 
 
+# of a stream of events; the last keeps nginx from holding events back until its buffer is full
+HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no",
+}  # fmt: skip
+
+
 class Bodies:
     """Reads the bodies of requests, until it is closed."""
 
@@ -98,7 +104,7 @@ class EventStream(Response):
     """
 
     def __init__(self, answer: Answer, wire: Writer) -> None:
-        super().__init__(headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"})
+        super().__init__(headers=HEADERS)
         del self.headers["content-length"]
         self._answer, self._wire = answer, wire
         self._broken: Exception | None = None  # what has come up outside of the task

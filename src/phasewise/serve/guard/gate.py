@@ -13,6 +13,7 @@ from phasewise.serve.guard.keys import KeyRing
 from phasewise.serve.guard.policy import ServePolicy
 from phasewise.serve.playground.files import pages
 from phasewise.serve.service import Service
+from phasewise.serve.watch.events import ENDLESS
 from phasewise.serve.watch.logs import request_id, request_line
 from phasewise.serve.watch.traces import PARENT, Tracer
 
@@ -38,6 +39,8 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["method"] == "HEAD" and scope["path"] != ENDLESS:  # answered as GET is; uvicorn leaves the body out
+            scope = {**scope, "method": "GET"}
         exchange = RequestContext(
             self._end, request_id(scope["headers"]), scope["method"], scope["path"], self._policy.caps
         )

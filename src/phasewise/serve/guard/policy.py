@@ -36,6 +36,8 @@ class ServePolicy:
 
     queue: int = 256  # requests that may wait beside those that run; more get 429
     keys: Path | None = None  # the file of API keys; None: nobody is asked for one
+    keep_alive: float = 75.0  # seconds that an idle connection stays open, longer than proxies and pools keep theirs
+    origins: tuple[str, ...] = ()  # web origins whose pages may ask (CORS); "*": all
     write_timeout: float = 60.0  # seconds for which a client may take nothing of its answer
     open_metrics: bool = False  # /metrics needs no key
     tls: tuple[Path, Path] | None = None  # the files of certificate and private key: HTTPS
@@ -49,4 +51,5 @@ class ServePolicy:
     recipes: Callable[[], Reread] | None = None  # read again at SIGHUP; None: they stay as they are
     allow_templates: bool = False  # requests may bring a chat template of their own
     playground: bool = True  # there is a page at / to try the model with
+    generation_config: str = "auto"  # sampling of requests that say nothing: the model's, none, or a file or folder
     stored_bytes: int = 64 << 20  # of responses that later ones may refer to; the oldest make way

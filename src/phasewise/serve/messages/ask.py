@@ -9,7 +9,7 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from phasewise.serve.completions.fields import among, check
-from phasewise.serve.completions.schema import AS_MANY_AS_FIT, ChatAsk, read
+from phasewise.serve.completions.schema import AS_MANY_AS_FIT, ChatAsk, in_parts, read
 from phasewise.serve.failures import ApiError
 
 # Fields that are not supported, each with the values that ask for nothing; null always asks for nothing.
@@ -50,7 +50,7 @@ class CountAsk(BaseModel):
         return read(ChatAsk, json.dumps(self._fields()).encode())
 
     def _fields(self) -> dict[str, Any]:
-        messages = [] if self.system is None else [{"role": "system", "content": _texts(self.system, "system")}]
+        messages = [] if self.system is None else [{"role": "system", "content": _content(self.system, "system")}]
         for i, message in enumerate(self.messages):
             messages += _messages(message, f"messages.{i}")
         if messages[-1]["role"] == "assistant":
@@ -86,16 +86,21 @@ def error_body(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
 
-def _texts(content: Any, where: str) -> str:
-    """A string, or blocks of text. Raises ApiError for others."""
+def _content(content: Any, where: str) -> Any:
+    """A string, or blocks of text, as a message's content. Raises ApiError for others."""
+    return in_parts(_texts(content, where))
+
+
+def _texts(content: Any, where: str) -> list[str]:
+    """The texts of a string, or of blocks of text. Raises ApiError for others."""
     if isinstance(content, str):
-        return content
+        return [content]
     blocks: list[Any] = content if isinstance(content, list) else [None]
     for block in blocks:
         if not isinstance(block, dict) or block.get("type") != "text" or not isinstance(block.get("text"), str):
             raise ApiError(400, f"{where}: must be a string, or a list of blocks of text; others are not supported",
                            where.partition(".")[0])  # fmt: skip
-    return "".join(block["text"] for block in blocks)
+    return [block["text"] for block in blocks]
 
 
 def _messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
@@ -108,12 +113,13 @@ def _messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     if not isinstance(content, list):
         raise ApiError(400, f"{where}: content must be a string or a list of blocks", "messages")
     if role == "system":
-        return [{"role": role, "content": _texts(content, where)}]
+        return [{"role": role, "content": _content(content, where)}]
     return _answer(content, where) if role == "assistant" else _asked(content, where)
 
 
 def _answer(blocks: list[Any], where: str) -> list[dict[str, Any]]:
-    text, reasoning, calls = "", "", []
+    texts: list[str] = []
+    reasoning, calls = "", []
     for i, block in enumerate(blocks):
         match block:
             case {"type": "tool_use", "id": str(id), "name": str(name), "input": dict(given)}:
@@ -122,25 +128,26 @@ def _answer(blocks: list[Any], where: str) -> list[dict[str, Any]]:
             case {"type": "thinking", "thinking": str(thought)}:
                 reasoning += thought
             case _:
-                text += _texts([block], f"{where}.content.{i}")
-    message: dict[str, Any] = {"role": "assistant", "content": text}
+                texts += _texts([block], f"{where}.content.{i}")
+    message: dict[str, Any] = {"role": "assistant", "content": in_parts(texts)}
     extra = {"reasoning_content": reasoning, "tool_calls": calls}
     return [message | {key: value for key, value in extra.items() if value}]
 
 
 def _asked(blocks: list[Any], where: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
+    texts: list[str] = []  # of the user's message under way
     for i, block in enumerate(blocks):
         match block:
             case {"type": "tool_result", "tool_use_id": str(id)}:
-                content = _texts(block.get("content", ""), f"{where}.content.{i}")
+                content = _content(block.get("content", ""), f"{where}.content.{i}")
                 found.append({"role": "tool", "tool_call_id": id, "content": content})
             case _:
-                text = _texts([block], f"{where}.content.{i}")
-                if found and found[-1]["role"] == "user":
-                    found[-1]["content"] += text
-                else:
-                    found.append({"role": "user", "content": text})
+                if not found or found[-1]["role"] != "user":
+                    found.append({"role": "user"})
+                    texts = []
+                texts += _texts([block], f"{where}.content.{i}")
+                found[-1]["content"] = in_parts(texts)
     return found or [{"role": "user", "content": ""}]
 
 

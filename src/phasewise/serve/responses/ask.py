@@ -9,7 +9,7 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from phasewise.serve.completions.fields import check
-from phasewise.serve.completions.schema import AS_MANY_AS_FIT, ChatAsk, read
+from phasewise.serve.completions.schema import AS_MANY_AS_FIT, ChatAsk, in_parts, read
 from phasewise.serve.completions.structured import wanted
 from phasewise.serve.failures import ApiError
 
@@ -85,14 +85,16 @@ def _messages(items: Sequence[Any], given: int) -> list[dict[str, Any]]:
                 call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
                 _assistant(found).setdefault("tool_calls", []).append(call)
             case {"type": "function_call_output", "call_id": str(id), "output": output}:
-                found.append({"role": "tool", "tool_call_id": id, "content": _text(output, where)})
+                found.append({"role": "tool", "tool_call_id": id, "content": in_parts(_texts(output, where))})
             case {"type": "reasoning"}:
                 thoughts = item.get("content") or []
-                found.append({"role": "assistant", "content": "", "reasoning_content": _text(thoughts, where)})
+                found.append(
+                    {"role": "assistant", "content": "", "reasoning_content": "".join(_texts(thoughts, where))}
+                )
             case {"role": "assistant", "content": content}:
-                _assistant(found, fresh=True)["content"] += _text(content, where)
+                _assistant(found, fresh=True)["content"] = in_parts(_texts(content, where))
             case {"role": str(role), "content": content} if role in ROLES:
-                found.append({"role": role, "content": _text(content, where)})
+                found.append({"role": role, "content": in_parts(_texts(content, where))})
             case _:
                 raise ApiError(400, f"{where}: must be a message, function_call, function_call_output or reasoning; "
                                "other items are not supported", "input", "invalid_value")  # fmt: skip
@@ -107,16 +109,16 @@ def _assistant(found: list[dict[str, Any]], fresh: bool = False) -> dict[str, An
     return found[-1]
 
 
-def _text(content: Any, where: str) -> str:
+def _texts(content: Any, where: str) -> list[str]:
     if isinstance(content, str):
-        return content
+        return [content]
     parts: list[Any] = content if isinstance(content, list) else [None]
     for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in ("input_text", "output_text", "reasoning_text") or not isinstance(part.get("text"), str):
             raise ApiError(400, f"{where}: the only content parts supported are input_text, output_text and "
                            "reasoning_text", "input", "invalid_value")  # fmt: skip
-    return "".join(part["text"] for part in parts)
+    return [part["text"] for part in parts]
 
 
 def _tool(tool: Mapping[str, Any], i: int) -> dict[str, Any]:

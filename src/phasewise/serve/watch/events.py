@@ -25,6 +25,7 @@ from phasewise.serve.watch.watcher import Told, Watcher
 HELD = 1024  # events that wait for one listener
 MOST = 64  # listeners
 BEAT = 15.0  # seconds after which a silent stream says that it is alive
+ENDLESS = "/events"  # the path of the stream, which has no end: HEAD is not answered there
 
 
 class Listener:
@@ -78,7 +79,7 @@ class Events:
             raise ApiError(429, f"{MOST} event streams are open, and there may be no more", code="too_many_listeners")
         quota = exchange.quota if (exchange := CURRENT.get()) is not None else None
         own = None if quota is None or quota.key.metrics or self._open else quota.key.name
-        headers = {"Cache-Control": "no-cache"}
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         return StreamingResponse(self._run(Listener(own), request), 200, headers, "text/event-stream; charset=utf-8")
 
     def close(self) -> None:
