@@ -137,14 +137,7 @@ class LLM:
         requests = [
             self.request(self.encode(prompt), p, stop, recipe=name) for prompt, p, name in zip(each, settings, recipes)
         ]
-        try:
-            for request in requests:
-                self.engine.add(request)
-            self._run(requests, progress)
-        finally:  # also when interrupted, or when a later prompt was refused
-            for request in requests:
-                self.engine.cancel(request)
-        return [self._output(request, stop) for request in requests]
+        return self._complete(requests, stop, progress)
 
     def stream(
         self,
@@ -164,7 +157,8 @@ class LLM:
         own = self._asked(own)
         _refuse_unknown(own, "params", "stop", "recipe", "variables", *self.asks)
         settings, ids = _settled(params, own), self._ids(prompt, variables)
-        return self._pieces(self.request(ids, settings, stop, recipe=recipe), stop)
+        begins = _is_chat(prompt) and _begins(settings, variables)
+        return self._pieces(self.request(ids, settings, stop, recipe=recipe, begins=begins), stop, begins)
 
     def chat(
         self,
@@ -183,8 +177,9 @@ class LLM:
         """
         own = self._asked(own)
         _refuse_unknown(own, "params", "stop", "recipe", "variables", *self.asks)
-        ids = self.encode_chat(messages, variables)
-        return self.generate([ids], params, stop=stop, recipe=recipe, **own)[0]
+        settings, ids = _settled(params, own), self.encode_chat(messages, variables)
+        begins = _begins(settings, variables)
+        return self._complete([self.request(ids, settings, stop, recipe=recipe, begins=begins)], stop, None, begins)[0]
 
     def embed(
         self, prompts: Prompt | Sequence[Prompt], *, pooling: str = "mean", normalise: bool = True, recipe: str = ""
@@ -235,15 +230,15 @@ class LLM:
 
     def request(
         self, ids: Sequence[int], params: Params, stop: Stop = (), slo: SLO | None = None, recipe: str = "",
-        shown: Collection[int] = (),
+        shown: Collection[int] = (), begins: bool = False,
     ) -> Request:  # fmt: skip
         """A request that ends at a stop string as well. What `params` say in text, or of the prompt's length, is
-        settled here."""
+        settled here. `begins`: its output begins a text, as a message does, and does not go on with the prompt's."""
         if params.truncate_prompt_tokens is not None:
             ids = ids[-params.truncate_prompt_tokens :]
         if params.bad_words:
             params = replace(params, bad_words=self._spelled(params.bad_words))
-        watch = self.text(params, stop, shown).watch if stop else None
+        watch = self.text(params, stop, shown, () if begins else ids).watch if stop else None
         return Request(ids, params, slo=slo, watch=watch, recipe=recipe)
 
     def revise(self, recipes: Recipes) -> dict[str, str]:
@@ -289,11 +284,12 @@ class LLM:
         self._builder, self.model, self.engine = builder, builder.model, engine
         gc.freeze()
 
-    def text(self, params: Params, stop: Stop = (), shown: Collection[int] = ()) -> Text:
-        """A writer of the text of one output drawn with `params`; `shown` are special tokens that have text."""
+    def text(self, params: Params, stop: Stop = (), shown: Collection[int] = (), before: Sequence[int] = ()) -> Text:
+        """A writer of the text of one output drawn with `params`; `shown` are special tokens that have text, `before`
+        the prompt that it goes on with."""
         eos = () if params.ignore_eos else self.model.config.eos
         ends = () if params.include_stop_str_in_output else {*eos, *params.stop_tokens}
-        return Text(self.tokenizer, stop, ends, params, shown)
+        return Text(self.tokenizer, stop, ends, params, shown, before)
 
     # ---- inside
     def _know(self, recipes: Mapping[str, Mapping[str, Any]]) -> None:
@@ -316,11 +312,28 @@ class LLM:
         return tuple(dict.fromkeys(tuple(one) for one in spelled if one))
 
     def _ids(self, prompt: Prompt | Sequence[Message], variables: Mapping[str, Any] | None) -> list[int]:
-        if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
+        if _is_chat(prompt):
             return self.encode_chat(prompt, variables)  # type: ignore[arg-type]
         if variables:
             raise UserError(f"variables={variables!r} are for a chat template: give a list of messages with them")
         return self.encode(prompt)  # type: ignore[arg-type]
+
+    def _complete(
+        self,
+        requests: Sequence[Request],
+        stop: Stop,
+        progress: Callable[[int], Any] | None = None,
+        begins: bool = False,
+    ) -> list[Output]:
+        """The outputs of these requests, run together; `begins` as in `request`."""
+        try:
+            for request in requests:
+                self.engine.add(request)
+            self._run(requests, progress)
+        finally:  # also when interrupted, or when a later prompt was refused
+            for request in requests:
+                self.engine.cancel(request)
+        return [self._output(request, stop, begins) for request in requests]
 
     @torch.inference_mode()  # once, instead of in every step
     def _run(self, requests: Sequence[Request], progress: Callable[[int], Any] | None) -> None:
@@ -333,8 +346,9 @@ class LLM:
                     progress(left)
                 told = left
 
-    def _pieces(self, request: Request, stop: Stop) -> Iterator[str]:
-        text, seen = self.text(request.params, stop), request.known
+    def _pieces(self, request: Request, stop: Stop, begins: bool) -> Iterator[str]:
+        before = () if begins else request.tokens[: request.prompt_len]
+        text, seen = self.text(request.params, stop, before=before), request.known
         self.engine.add(request)
         try:
             over = False
@@ -352,9 +366,10 @@ class LLM:
         finally:
             self.engine.cancel(request)
 
-    def _output(self, request: Request, stop: Stop) -> Output:
+    def _output(self, request: Request, stop: Stop, begins: bool) -> Output:
         assert request.left is not None
-        text = self.text(request.params, stop)
+        before = () if begins else request.tokens[: request.prompt_len]
+        text = self.text(request.params, stop, before=before)
         written, params, scores = text.push(request.out) + text.flush(), request.params, request.scores
         return Output(
             request.out, written, request.left, request.trace,
@@ -362,6 +377,17 @@ class LLM:
             None if params.prompt_logprobs is None else [scores.get(at) for at in range(request.prompt_len)],
             request.id, request.recalled, self.adds[request.recipe],
         )  # fmt: skip
+
+
+def _is_chat(prompt: Prompt | Sequence[Message]) -> bool:
+    """True if this is a conversation."""
+    return isinstance(prompt, (list, tuple)) and bool(prompt) and isinstance(prompt[0], Mapping)
+
+
+def _begins(params: Params, variables: Mapping[str, Any] | None) -> bool:
+    """True if the answer to a conversation begins a text: it goes on with the last message where that is asked for, and
+    what is written under a grammar is that text and no other."""
+    return params.ask is None and not (variables or {}).get("continue_final_message")
 
 
 def vector_of(request: Request, normalise: bool) -> Tensor:

@@ -96,7 +96,10 @@ def test_any_ids(made: dict[str, tuple[Tokenizer, Backend]], name: str, data: st
     assert ours.size == theirs.get_vocab_size(with_added_tokens=True)
     assert ours.byte_level == (name in SPLITS)
     ids = data.draw(st.lists(st.integers(0, ours.size - 1), max_size=24))
-    assert ours.decode(ids) == theirs.decode(ids) == pieces(ours, ids)
+    whole = theirs.decode(ids)
+    assert ours.backend.decode(ids) == whole and ours.decode(ids) == pieces(ours, ids)
+    if "\ufffd" not in whole:  # of a run of byte tokens that is no text, ours keeps the characters
+        assert ours.decode(ids) == whole
     assert ours.special_ids == {i for i, each in theirs.get_added_tokens_decoder().items() if each.special}
 
 

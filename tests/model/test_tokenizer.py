@@ -107,6 +107,44 @@ def test_byte_level_round_trip(text: str) -> None:
         assert "".join(pieces(tokenizer, tokenizer.encode(text))) == text
 
 
+@settings(max_examples=80, deadline=None)
+@given(
+    NAMES, st.text(max_size=40) | st.text("the ab é你🎉\u200d\n ", max_size=40), st.integers(0, 60), st.integers(1, 3)
+)
+def test_a_text_goes_on_as_if_it_were_whole(name: str, text: str, cut: int, size: int) -> None:
+    """With its first space, wherever it is cut."""
+    tokenizer = MAKERS[name]
+    ids = tokenizer.encode(text)
+    before, after = ids[:cut], ids[cut:]
+    if "\ufffd" in tokenizer.decode(before) or ("\ufffd" in tokenizer.decode(after) and "\ufffd" not in text):
+        return  # cut within a character
+    stream = Detokenizer(tokenizer, before=before)
+    found = [stream.push(after[start : start + size]) for start in range(0, len(after), size)]
+    assert tokenizer.decode(before) + "".join(found) + stream.flush() == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("name", ["metaspace", "stripped"])
+def test_byte_tokens_are_shown_as_soon_as_they_are_characters(name: str) -> None:
+    tokenizer = MAKERS[name]
+    line, parrot = tokenizer.id("<0x0A>"), [tokenizer.id(f"<0x{byte:02X}>") for byte in "🦜".encode()]
+    assert line is not None and None not in parrot
+    ids = [line, line, *parrot, line]
+    assert pieces(tokenizer, ids) == ["\n", "\n", "", "", "", "🦜", "\n", ""]
+    broken = [line, parrot[0], parrot[1], line, parrot[1], line, parrot[0]]
+    assert pieces(tokenizer, broken) == ["\n", "", "", "\ufffd\ufffd\n", "\ufffd", "\n", "", "\ufffd"]
+    assert tokenizer.decode(broken) == "\n\ufffd\ufffd\n\ufffd\n\ufffd"
+    assert tokenizer.decode(parrot[:2]) == str(tokenizer.backend.decode(parrot[:2])) == "\ufffd\ufffd"
+
+
+@pytest.mark.parametrize("name", ["metaspace", "stripped"])
+def test_a_prompt_of_special_tokens_alone_has_no_text_to_go_on_with(name: str) -> None:
+    tokenizer = MAKERS[name]
+    begin, the, tool = (tokenizer.id(token) for token in ("<s>", "▁the", "<tool>"))
+    assert Detokenizer(tokenizer, before=[begin] * 200).push([the]) == "the"
+    assert Detokenizer(tokenizer, before=[the, *[begin] * 200]).push([the]) == " the"
+    assert Detokenizer(tokenizer, before=[tool]).push([the]) == " the"
+
+
 @pytest.mark.parametrize("name", sorted(MAKERS))
 def test_a_character_of_several_tokens_comes_whole(name: str) -> None:
     tokenizer = MAKERS[name]

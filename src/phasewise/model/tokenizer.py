@@ -11,7 +11,7 @@ from tokenizers import decoders
 
 from phasewise.errors import UserError
 from phasewise.model.source import source
-from phasewise.model.stream import ByteStream, Pieces, WindowStream
+from phasewise.model.stream import INVALID, ByteStream, Pieces, WindowStream
 from phasewise.model.token_bytes import TokenBytes
 
 LONG = 4096  # characters; with longer texts other threads must not wait, and `encode` alone keeps the interpreter
@@ -82,8 +82,15 @@ class Tokenizer:
         return max(map(len, self.backend.get_vocab()), default=1)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """The text of ids, invalid UTF-8 as U+FFFD; special tokens are left out unless asked for."""
-        return str(self.backend.decode(list(ids), skip_special_tokens=skip_special))
+        """The text of ids, invalid UTF-8 as U+FFFD; special tokens are left out unless asked for.
+
+        Of byte tokens, those that are characters are kept where others beside them are none.
+        """
+        text = str(self.backend.decode(list(ids), skip_special_tokens=skip_special))
+        if self.byte_level or INVALID not in text:
+            return text
+        stream = Detokenizer(self, skip_special)
+        return stream.push(ids) + stream.flush()
 
     def id(self, token: str) -> int | None:
         """The id of a token's exact text, or None."""
@@ -113,15 +120,21 @@ class Tokenizer:
 
 class Detokenizer:
     """Decodes one request's ids as they come: all pushes and the flush joined are `Tokenizer.decode` of all ids, with
-    special tokens that are `shown` although others are skipped.
+    special tokens that are `shown` although others are skipped. After the ids `before`, they are what these ids add to
+    the text of those: a space in front of the first word stays.
 
     A push never ends in half a character; what it holds back comes with a later push or with `flush`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True, shown: Collection[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special: bool = True, shown: Collection[int] = (), before: Sequence[int] = ()
+    ) -> None:
         hidden = tokenizer.special_ids - frozenset(shown) if skip_special else frozenset()
         pieces = Pieces(tokenizer.backend, hidden, tokenizer.known)
-        self._stream = ByteStream(pieces) if tokenizer.byte_level else WindowStream(pieces)
+        self._stream: ByteStream | WindowStream = ByteStream(pieces)
+        if not tokenizer.byte_level:
+            self._stream = WindowStream(pieces)
+            self._stream.follow(before)
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that these ids complete, perhaps empty."""

@@ -14,7 +14,8 @@ class Text:
 
     All pushes and the flush joined are the output's text up to the first of `stops`, or to its end
     (`Params.include_stop_str_in_output`); the first `min_tokens` tokens are not searched. `ends` are tokens that have
-    no text because they end the output, `shown` special tokens that have it. Two instances that are given the same
+    no text because they end the output, `shown` special tokens that have it, `before` those that the output's text goes
+    on from; none where it begins one. Two instances that are given the same
     tokens decide the same, so one can watch in the engine (`watch`) and another write elsewhere. Raises UserError for
     an empty stop string.
     """
@@ -26,13 +27,14 @@ class Text:
         ends: Collection[int] = (),
         params: Params = Params(),  # noqa: B008  (frozen)
         shown: Collection[int] = (),
+        before: Sequence[int] = (),
     ) -> None:
         stops = (stops,) if isinstance(stops, str) else tuple(stops)
         if not all(stops):
             raise UserError(f"stop={list(stops)!r} has an empty string, which is everywhere: leave it out")
         self.stopped = False  # a stop string has appeared; there will be no more text
         self.stop: str | None = None  # which
-        self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens, shown=shown)
+        self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens, shown, before)
         self._stops = stops
         self._ends = frozenset(ends)
         self._free = params.min_tokens if stops else 0  # so many tokens to come are not searched

@@ -189,7 +189,7 @@ class Service:
         own = {what: value for what, value in (order.params.ask or {}).items() if not prompt.alone or what not in KINDS}
         asks = {**own, **(prompt.ask or {})} or None
         order = replace(order, params=replace(order.params, ask=asks))
-        return replace(order, manner=prompt.manner, shown=prompt.shown)
+        return replace(order, manner=prompt.manner, shown=prompt.shown, begins=prompt.begins)
 
     def recipe(self, name: str | None) -> str:
         """The recipe that a model's name asks for. Raises ApiError for any other name, or one that is not its key's."""

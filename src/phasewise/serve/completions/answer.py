@@ -136,6 +136,12 @@ class GenerationRequest:
     timeout: float | None = None  # seconds from now
     manner: ParserOptions | None = None  # how outputs are read; None: they are text
     shown: frozenset[int] = frozenset()  # special tokens that have text
+    begins: bool = False  # outputs begin a text, and do not go on with the prompt's
+
+    @property
+    def echoes(self) -> bool:
+        """True if the prompts' tokens are told of, too."""
+        return bool(self.leads) and self.manner is None
 
 
 class Answer:
@@ -154,14 +160,17 @@ class Answer:
             AnswerChoice(
                 at * order.n + i,
                 OutputStream(request, self.bell, partial=order.stream),
-                llm.text(order.params, order.stop, order.shown),
+                llm.text(order.params, order.stop, order.shown, before),
                 prompt,
                 order.leads[at] if order.leads else None,
-                None if order.told.tokens is None else LogprobFormatter(llm.tokenizer, order.told.tokens),
+                None
+                if order.told.tokens is None
+                else LogprobFormatter(llm.tokenizer, order.told.tokens, () if order.echoes else before),
                 None if order.manner is None else OutputParser(order.manner),
-                Origins(llm.tokenizer) if order.params.provenance else None,
+                Origins(llm.tokenizer, before) if order.params.provenance else None,
             )
             for at, prompt in enumerate(order.prompts)
+            for before in (() if order.begins else prompt,)
             for i, request in enumerate(_samples(llm, prompt, order))
         ]
         self._every = self.choices
@@ -272,8 +281,9 @@ class Answer:
 
 def _samples(llm: LLM, prompt: Sequence[int], order: GenerationRequest) -> list[Request]:
     """The request for a prompt's first sample, and siblings that share its prefill."""
-    first = llm.request(prompt, order.params, order.stop, order.slo, order.recipe, order.shown)
+    first = llm.request(prompt, order.params, order.stop, order.slo, order.recipe, order.shown, order.begins)
     others = [first.sibling(i) for i in range(1, order.n)]
     for other in others:
-        other.watch = llm.text(order.params, order.stop, order.shown).watch if order.stop else None
+        before = () if order.begins else prompt
+        other.watch = llm.text(order.params, order.stop, order.shown, before).watch if order.stop else None
     return [first, *others]

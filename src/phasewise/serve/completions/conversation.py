@@ -31,15 +31,16 @@ Why = Callable[[dict[str, Any]], str | None]
 @dataclass(frozen=True)
 class Prompt:
     """`lead` ends the prompt and begins the answer; `manner` is None where the answer is plain text; special tokens
-    that are `shown` have text; `ask` is the grammar (`Params.ask`) of what follows the lead, if there is one, or what
-    stands around the one that the request asks for. `alone`: nothing of what the request asks for holds besides."""
+        manner = ParserOptions(format, frozenset(schemas), tags, opened, ends, schemas, exact)
+        return Prompt(ids, lead, manner, frozenset(ids_of.values()), asks, alone=bool(must), begins=not goes_on)
 
     ids: list[int]
     lead: str = ""
     manner: ParserOptions | None = None
     shown: frozenset[int] = frozenset()
     ask: dict[str, Any] | None = None
-    alone: bool = False
+        manner = ParserOptions(format, frozenset(schemas), tags, opened, ends, schemas, exact)
+        return Prompt(ids, lead, manner, frozenset(ids_of.values()), asks, alone=bool(must), begins=not goes_on)
 
 
 class ChatRenderer:
@@ -94,12 +95,13 @@ class ChatRenderer:
         if must and tags is not None and opened:
             lead = f"\n{tags.close}\n\n{lead}"
         ids = self._llm.tokenizer.encode(text + lead, add_special=False)
+        goes_on = bool(ask.continue_final_message or lead or (must and asks) or ask.structure())
         if not tools and tags is None:
-            return Prompt(ids)
+            return Prompt(ids, begins=not goes_on)
         schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
         ends = single and (asks is None or not must)  # a grammar of calls alone ends by itself
         manner = ParserOptions(format, frozenset(schemas), tags, opened, ends, schemas, exact)
-        return Prompt(ids, lead, manner, frozenset(ids_of.values()), asks, alone=bool(must))
+        return Prompt(ids, lead, manner, frozenset(ids_of.values()), asks, alone=bool(must), begins=not goes_on)
 
     def _forced(
         self, must: Sequence[Mapping[str, Any]], single: bool, spell: Spelling, why: Why

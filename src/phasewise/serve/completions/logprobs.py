@@ -22,11 +22,12 @@ class TokenScore:
 
 
 class LogprobFormatter:
-    """Writes the scores of one choice's tokens. `top`: of how many others."""
+    """Writes the scores of one choice's tokens. `top`: of how many others; `before`: tokens whose text the choice's
+    goes on with, and which are not told of."""
 
-    def __init__(self, tokenizer: Tokenizer, top: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, top: int, before: Sequence[int] = ()) -> None:
         self._tokenizer, self._top = tokenizer, top
-        self._text, self._offset = Detokenizer(tokenizer), 0
+        self._text, self._offset = Detokenizer(tokenizer, before=before), 0
 
     def tell(self, tokens: Sequence[int], scores: Sequence[Score | None]) -> list[TokenScore]:
         """Writes the scores of the choice's next tokens."""

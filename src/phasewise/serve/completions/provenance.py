@@ -15,8 +15,8 @@ class Origins:
     """Writes the entries of one choice: the text that a token completes, how it came about, and how likely the model
     held it by its own distribution. Their texts joined are the output as it was generated."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._text = Detokenizer(tokenizer)
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
+        self._text = Detokenizer(tokenizer, before=before)
 
     def tell(self, tokens: Sequence[int], scores: Sequence[Score | None], over: bool) -> list[dict[str, Any]]:
         """Writes the entries of the choice's next tokens. `over`: nothing follows, so half a character is not waited
