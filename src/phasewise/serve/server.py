@@ -64,7 +64,7 @@ def serve(
     certificate, key = tls or (None, None)
     config = uvicorn.Config(
         app, http=Protocol, ws="none", log_config=None, log_level="error", access_log=False, server_header=False,
-        timeout_keep_alive=keep_alive,  # type: ignore[arg-type]  (of a timer, which takes parts of a second)
+        timeout_keep_alive=keep_alive,  # type: ignore[arg-type]  # its timer takes parts of a second
         timeout_graceful_shutdown=int(PATIENCE) + LAST_WORDS, ssl_certfile=certificate, ssl_keyfile=key,
     )  # fmt: skip
     Server(config, app.state.service, app.state.again, ready).run([sock])
