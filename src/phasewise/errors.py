@@ -18,6 +18,10 @@ class BudgetError(UserError):
     """A request needs more KV than the whole budget has."""
 
 
+class NotFinite(PhasewiseError):
+    """A step ended in NaN or infinity; the message names the layer, the dtype and the fix."""
+
+
 class Unanswerable(UserError):
     """A request's constraints leave no token to go on with, which was found while it ran."""
 

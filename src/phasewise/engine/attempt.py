@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from phasewise.engine.finite import FiniteCheck
 from phasewise.engine.scores import score
+from phasewise.errors import NotFinite
 from phasewise.request.request import Request
 from phasewise.step.forward import forward
 from phasewise.step.fused import Scratch
@@ -67,6 +69,7 @@ class StepAttempt:
     def __init__(self, model: Model, counters: Counters, taps: set[int]) -> None:
         self.model, self.counters, self.taps = model, counters, taps
         self._room = Scratch()
+        self._finite = FiniteCheck(model)
 
     def run(self, spans: list[Span], waiting: Sequence[Request]) -> list[Settled | Exception | None]:
         """Per span: its outcome, why it failed, or None where it has not reached the last layer yet.
@@ -76,14 +79,25 @@ class StepAttempt:
         """
 
         results = isolate(partial(self._attempt, waiting=waiting) if waiting else self._attempt, spans, restart)
-        if not waiting:
-            return results
         for i, result in enumerate(results):
-            if isinstance(result, Exception) and any(True for _ in _siblings(spans[i], waiting)):
+            if waiting and isinstance(result, Exception) and any(True for _ in _siblings(spans[i], waiting)):
                 results[i] = isolate(partial(self._attempt, waiting=()), [spans[i]], restart)[0]
+            if isinstance(results[i], NotFinite):
+                results[i] = self._trace(spans[i])
         return results
 
+    def _trace(self, span: Span) -> Exception:
+        """Why this span, which has failed and been undone, ends in NaN."""
+        try:
+            return self._finite.trace(span)
+        except Exception as error:
+            return error
+        finally:
+            restart(span)
+
     def _attempt(self, spans: list[Span], waiting: Sequence[Request] = ()) -> list[Settled | None]:
+        if not self._finite.head:
+            raise NotFinite("the output head has weights that are not finite")
         hidden = forward(self.model, spans, self.counters, self.taps, self._room)
         decode = spans[0].phase.decode
         for span in spans:
@@ -115,6 +129,7 @@ class StepAttempt:
         try:
             every = group + [twin for _, twin in twins] if twins else group
             outcomes = decode.accept(every, hidden)
+            self._finite(every, outcomes, hidden)
             if any(span.request.params.scored for span in every):
                 score(self.model, self.counters, every, outcomes, hidden)
         finally:

@@ -21,7 +21,7 @@ from phasewise.engine.attempt import Settled, StepAttempt, isolate
 from phasewise.engine.queues import Queues
 from phasewise.engine.refusals import DEPTH, kept_within, longest, refuse
 from phasewise.engine.runtime import Parts, Runtime
-from phasewise.errors import BudgetError, Unanswerable, UserError, near
+from phasewise.errors import BudgetError, NotFinite, Unanswerable, UserError, near
 from phasewise.kv.buffer import stride
 from phasewise.request.request import Departure, Request
 from phasewise.step.phase import Phase
@@ -367,9 +367,9 @@ class Engine:
 
     # ---- the ways out
     def _fail(self, request: Request, error: Exception) -> None:
-        asked = isinstance(error, Unanswerable)
+        asked, told = isinstance(error, Unanswerable), isinstance(error, (Unanswerable, NotFinite))
         log.log(logging.INFO if asked else logging.ERROR, "request %s failed", request.id, exc_info=error)
-        self._leave(request, Departure("failed", str(error) if asked else f"{type(error).__name__}: {error}", asked))
+        self._leave(request, Departure("failed", str(error) if told else f"{type(error).__name__}: {error}", asked))
 
     def _no_room(self, request: Request) -> None:
         self._leave(request, Departure("failed", "the KV budget is exhausted: raise --kv-bytes"))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from phasewise.errors import NotFinite
 from phasewise.request.pool import Pool
 from phasewise.request.score import Score
 
@@ -100,6 +101,8 @@ def _pool(model: Model, span: Span, hidden: Hidden) -> Pool | None:
     if request.params.pooling == "last":
         rows = rows[-1:]
     own = model.norm(hidden.rows(rows)).float().sum(0)  # [d]
+    if not bool(torch.isfinite(own).all()):
+        raise NotFinite("a vector is not finite")
     return Pool(upto, own if before is None or request.params.pooling == "last" else before.total + own)
 
 
@@ -111,6 +114,8 @@ def _scores(model: Model, hidden: Hidden, asked: Sequence[_Asked]) -> list[Score
         logits = model.head(hidden.rows([one.row for one in some]))  # float32 [n, V]
         tokens = torch.tensor([one.token for one in some], device=logits.device)[:, None]
         total = logits.logsumexp(-1, keepdim=True)
+        if not bool(torch.isfinite(total).all()):
+            raise NotFinite("log-probabilities are not finite")
         own = logits.gather(1, tokens)
         ranks = (logits > own).sum(-1) + 1
         top = logits.topk(min(max(one.top for one in some), logits.shape[-1]), -1)

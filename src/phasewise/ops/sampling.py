@@ -8,14 +8,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from phasewise.errors import NotFinite
+
 BYTES = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0.0, -np.inf)
 ADDED = BYTES.astype(np.float32)  # to the logits of eight tokens, by the bits of a mask
 
 
 def largest(logits: Tensor) -> list[int]:
-    """The id of the largest of each row, of equal ones the first."""
+    """The id of the largest of each row, of equal ones the first. Raises NotFinite where it is NaN or infinity."""
     if logits.device.type == "cpu":  # numpy's search takes a sixth of the time of torch's
-        return list(logits.numpy().argmax(-1).tolist())
+        rows = logits.numpy()
+        tops = rows.argmax(-1)  # of NaN, if there is one
+        if not (rows[np.arange(len(tops)), tops] < np.inf).all():
+            raise NotFinite("logits are not finite")
+        return list(tops.tolist())
     return list(logits.argmax(-1).tolist())
 
 
@@ -51,6 +57,8 @@ def shape(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min
     top_k 0, top_p 1 and min_p 0 switch a rule off for a row. Of equal logits at the top-k border all are kept.
     """
     best = logits.amax(-1, keepdim=True)  # taken off first: no temperature overflows
+    if not bool(torch.isfinite(best).all()):
+        raise NotFinite("logits are not finite")
     logits = (logits - best) / temperature.clamp(min=1e-30)[:, None]
     k_rows = top_k > 0
     if bool(k_rows.any()):

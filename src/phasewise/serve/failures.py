@@ -70,7 +70,8 @@ def without_paths(reason: str) -> str:
 
 
 def json_response(body: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(json.dumps(body), status, dict(headers or {}), media_type="application/json")
+    text = json.dumps(body, allow_nan=False)  # NaN is no JSON: whoever reads the body could read none of it
+    return Response(text, status, dict(headers or {}), media_type="application/json")
 
 
 def error_response(error: ApiError) -> Response:

@@ -84,7 +84,7 @@ def by_id(tokenizer: Tokenizer, token: int, score: Score, top: int) -> dict[str,
 
 def finite(logprob: float) -> float:
     """A number that JSON has."""
-    return max(logprob, LEAST)
+    return logprob if logprob > LEAST else LEAST
 
 
 def spelled(tokenizer: Tokenizer, token: int) -> str:
