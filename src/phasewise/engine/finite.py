@@ -36,7 +36,9 @@ class FiniteCheck:
 
     def __call__(self, spans: Iterable[Span], outcomes: Iterable[Outcome], hidden: Hidden) -> None:
         """Raises NotFinite where a span whose outcome may come of NaN has rows that are not finite."""
-        suspects = [span for span, outcome in zip(spans, outcomes) if FIRST in outcome.tokens or _drawn(span)]
+        suspects = [
+            span for span, outcome in zip(spans, outcomes) if FIRST in outcome.tokens or not span.request.params.plain
+        ]
         if suspects and not self._finite(suspects, hidden):
             raise NotFinite("a step ends in numbers that are not finite")
 
@@ -68,9 +70,3 @@ class FiniteCheck:
         if self._model.dtype == torch.float16:
             fix = "its largest number is 65,504: load the model with --dtype bfloat16 or float32"
         return NotFinite(f"{where} gives numbers that are not finite (NaN or infinity) in {name}; {fix}")
-
-
-def _drawn(span: Span) -> bool:
-    """True if its tokens come from logits: they are more work than a look at its rows."""
-    params = span.request.params
-    return not params.greedy or params.penalised or params.ask is not None

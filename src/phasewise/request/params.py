@@ -49,6 +49,7 @@ class Params:
     penalised: bool = field(init=False, repr=False)
     """Whether logits are changed by penalties, a bias or a rule. Both are asked of every request in every step."""
     ruled: bool = field(init=False, repr=False)  # whether some tokens are forbidden; then it is `penalised` too
+    plain: bool = field(init=False, repr=False)  # each token is the one of the largest logit, with no rule beside
     scored: bool = field(init=False, repr=False)  # whether log-probabilities, or a vector, are asked for
 
     def __post_init__(self) -> None:
@@ -81,6 +82,7 @@ class Params:
         ruled = self.min_tokens or self.allowed_token_ids is not None or self.bad_words
         object.__setattr__(self, "ruled", bool(ruled))
         object.__setattr__(self, "penalised", bool(penalties or self.logit_bias or ruled))
+        object.__setattr__(self, "plain", self.greedy and not self.penalised and self.ask is None)
         told = (self.logprobs, self.prompt_logprobs, self.pooling)
         object.__setattr__(self, "scored", self.provenance or any(each is not None for each in told))
 
