@@ -1,8 +1,8 @@
 """Steps that end in NaN or infinity: how they are noticed at no cost to plain decoding, and traced to a layer.
 
 Plain greedy decoding writes no logits. Its kernel takes the first NaN for the largest output, so where all are NaN it
-gives token 0: only rows with that token are looked at. Rows that are sampled, penalised or under a grammar are looked
-at always, which costs far less than their distribution. A head with a broken row would choose that row's token each
+gives token 0: only rows with that token are looked at. Rows of requests that sample, or set any rule, are looked at
+always, which costs far less than their distribution. A head with a broken row would choose that row's token each
 time: it is tried once, on a row of zeros.
 """
 
