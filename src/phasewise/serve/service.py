@@ -20,8 +20,8 @@ from starlette.routing import Match
 from phasewise.errors import BudgetError, UserError, near
 from phasewise.llm import LLM
 from phasewise.load import files_of
-from phasewise.model import generation
 from phasewise.methods.sample._grammars import KINDS
+from phasewise.model import generation
 from phasewise.request.params import SLO, Params
 from phasewise.request.request import Request as EngineRequest
 from phasewise.serve.about import About

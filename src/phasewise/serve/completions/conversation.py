@@ -31,16 +31,17 @@ Why = Callable[[dict[str, Any]], str | None]
 @dataclass(frozen=True)
 class Prompt:
     """`lead` ends the prompt and begins the answer; `manner` is None where the answer is plain text; special tokens
-        manner = ParserOptions(format, frozenset(schemas), tags, opened, ends, schemas, exact)
-        return Prompt(ids, lead, manner, frozenset(ids_of.values()), asks, alone=bool(must), begins=not goes_on)
+    that are `shown` have text; `ask` is the grammar (`Params.ask`) of what follows the lead, if there is one, or what
+    stands around the one that the request asks for. `alone`: nothing of what the request asks for holds besides.
+    The answer `begins` a text, or goes on with the prompt's."""
 
     ids: list[int]
     lead: str = ""
     manner: ParserOptions | None = None
     shown: frozenset[int] = frozenset()
     ask: dict[str, Any] | None = None
-        manner = ParserOptions(format, frozenset(schemas), tags, opened, ends, schemas, exact)
-        return Prompt(ids, lead, manner, frozenset(ids_of.values()), asks, alone=bool(must), begins=not goes_on)
+    alone: bool = False
+    begins: bool = True
 
 
 class ChatRenderer:
