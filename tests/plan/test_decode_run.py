@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from phasewise import catalog
+from phasewise.plan.cost import StepWork
 from phasewise.plan.decode_run import DecodeRun
 from phasewise.plan.link import Link
 from phasewise.plan.sequence import SimulatedRequest, SimulatedSequence
@@ -17,6 +18,13 @@ from phasewise.request.params import SLO
 from tests.plan.scenarios import Linear, scenario
 
 DECODES_ALL = [name for verb, name, cls in catalog.every() if verb == "schedule" and cls.traits.decodes_all]
+
+
+class Reading(Linear):
+    """Decodes take longer the more KV they read."""
+
+    def seconds(self, step: StepWork) -> float:
+        return super().seconds(step) + 1e-6 * step.context
 
 
 def asked(n: int, tbt: float | None) -> list[SimulatedRequest]:
@@ -45,7 +53,7 @@ def everything(made: Scenario, tbt: float | None) -> tuple[list[Any], dict[str, 
     ],
 )
 def test_together_as_step_by_step(name: str, place: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    together = scenario(Linear(0.01, row=1e-4), place, schedule=name, **more)
+    together = scenario(Reading(0.01, row=1e-4), place, schedule=name, **more)
     layout = together.layout
     apart = replace(together, layout=replace(layout, engine=replace(layout.engine, decodes_all=False)))
     runs: list[int] = []
