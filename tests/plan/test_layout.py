@@ -173,12 +173,15 @@ def test_by_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     for more, says in (
         (["--layouts", "prefill=2x1,decode=1x2|prefill=1x1,decode=2x1"], "prefill on "),
         (["--per-role", "--degrees", "1,2", "--node", "4", "--affinity", "low"], "decode on "),
+        (["--per-role", "--degrees", "1,2", "--exhaustive"], "decode on "),
         (["--kinds", "a100|h100", "--goal", "price", "--budget", "9"], "requests/s per $/h"),
     ):
         with pytest.raises(SystemExit) as ended:
             main(["plan", *WORDS, *words, *more])
         said = capsys.readouterr()
         assert not ended.value.code and says in said.out, said.err
+        pruned = "--per-role" in more and "--exhaustive" not in more
+        assert ("less than" in said.out) is pruned, "what was not measured to the end"
         assert "# prefill workers: " in toml.read_text()
 
 
