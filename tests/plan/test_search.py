@@ -15,6 +15,7 @@ from phasewise.bench.workloads import Fixed
 from phasewise.errors import UserError
 from phasewise.plan import side_by_side
 from phasewise.plan.arrivals import Load
+from phasewise.plan.misses import Met, Missed, MissWatch
 from phasewise.plan.search import (
     FEW,
     FEWEST,
@@ -32,6 +33,7 @@ from phasewise.plan.search import (
     sensitivity,
 )
 from phasewise.plan.setting import CostsByRole, ServerSetting
+from phasewise.plan.simulate import run
 from phasewise.request.params import SLO
 from tests.plan.scenarios import Linear
 
@@ -152,6 +154,23 @@ def test_work_goes_on_beside_and_errors_come_back() -> None:
     assert found.items() < dict(side_by_side.each(range(6), work, lambda: 100, 1)).items()
     with pytest.raises(RuntimeError, match="has ended"):
         list(side_by_side.each(range(4), lambda item, hint: os._exit(1), lambda: 0, 2))
+
+
+@pytest.mark.parametrize("place", ["colocated", "splitwise:prompt=1,token=1,mixed=1"])
+def test_what_is_sure_early_is_so_in_the_end(place: str) -> None:
+    choice, sure = Choice(place, "sarathi:budget=256"), Counter[str]()
+    for slo in (SLO(0.3, 0.05), SLO(0.3), SLO(None, 0.05), SLO(0.5, 0.2, 0.3)):
+        asked = replace(TARGETS, slo=slo)
+        scenario = asked.scenario(choice)
+        for rate in (1.0, 4.0, 6.0, 8.0, 12.0, 40.0):
+            whole = asked.at(choice, rate).share(slo)
+            assert asked.holds(scenario, rate) == (whole >= SHARE)
+            jobs = asked.load.jobs(slo, rate)
+            try:
+                run(scenario, jobs, watch=MissWatch(slo, SHARE, len(jobs), early=True))
+            except (Met, Missed) as early:
+                sure[type(early).__name__] += any(job.left is None for job in jobs)
+    assert sure["Met"] and sure["Missed"], "nothing was known before the end"
 
 
 def test_the_rate_is_one_that_holds_and_the_next_does_not() -> None:

@@ -1,4 +1,4 @@
-"""Requests that are sure to miss their targets, known early, so that a rate that fails is not simulated whole."""
+"""Whether a share of requests meets its targets, known as early as it is sure, so that no rate is simulated whole."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ class Missed(Exception):
     """Too many requests have missed their targets for the share that is asked for, whatever becomes of the others."""
 
 
+class Met(Exception):
+    """The share is reached, whatever becomes of the others."""
+
+
 class MissWatch:
     """Counts requests that are certain to miss their targets, as soon as that is known: their first token is late,
     what they still lack cannot come in time any more, or they have left too late. Raises Missed once a share of `of`
-    requests can no longer be reached."""
+    requests can no longer be reached; with `early`, Met once it is."""
 
-    def __init__(self, slo: SLO, share: float, of: int) -> None:
-        self.slo, self.share, self.of = slo, share, of
-        self.missed = 0
+    def __init__(self, slo: SLO, share: float, of: int, early: bool = False) -> None:
+        self.slo, self.share, self.of, self.early = slo, share, of, early
+        self.missed = self.met = 0
         self._late: set[str] = set()
         self._first: deque[SimulatedRequest] = deque()  # whose first token may be late, by arrival
         self._last: list[tuple[float, int, SimulatedRequest]] = []  # by when they have to be done
@@ -34,6 +38,10 @@ class MissWatch:
     def left(self, job: SimulatedRequest, now: float) -> None:
         if not job.meets(self.slo):
             self._miss(job)
+        else:
+            self.met += 1
+            if self.early and self.met / self.of >= self.share:
+                raise Met
         self.look(now)
 
     def look(self, now: float) -> None:

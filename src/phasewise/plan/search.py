@@ -26,8 +26,8 @@ from phasewise.plan.simulate import (
     Scenario,
     highest,
     rate_from,
+    reaches,
     run,
-    share_at_least,
     within,
 )
 from phasewise.plan.slowdown import Slowdowns
@@ -37,7 +37,7 @@ Goal = Literal["goodput", "cost", "power", "price", "watts", "iso-cost", "iso-po
 PRICED, POWERED = ("price", "iso-cost"), ("watts", "iso-power")  # goals by what devices cost, $/h, and take, W
 ISO = ("iso-cost", "iso-power")  # the rate of as many servers as a budget has room for
 BY_WEIGHT = ("goodput", *PRICED, *POWERED)  # goals that divide the rate by what a server has, whatever it does
-NOTHING_KNOWN: Mapping[float, float] = {}
+NOTHING_KNOWN: Mapping[float, bool] = {}
 Buildable: TypeAlias = "tuple[Choice, int]"  # and the number of devices that it takes
 SHORT, COARSE = 8, 0.1  # the part of the load by which choices are put in order, and how precisely they are measured
 FEWEST, FEW = 50, 8  # requests of such a part, and choices of which none is worth the trouble
@@ -240,30 +240,29 @@ class Question:
     def at(self, choice: Choice, rate: float) -> LoadOutcome:
         return run(self.scenario(choice), self.load.jobs(self.slo, rate))
 
-    def share(self, scenario: Scenario, rate: float) -> float:
-        """The share of requests within the targets at this rate; 0 if it is less than `bench.goodput.SHARE`. Of
-        slow-downs, 1 if all conditions hold."""
-        return self._share(scenario, self.load.jobs(self.slo, rate))
+    def holds(self, scenario: Scenario, rate: float) -> bool:
+        """Whether a share of `bench.goodput.SHARE` meets the targets at this rate, or all limits of slow-downs hold."""
+        return self._holds(scenario, self.load.jobs(self.slo, rate))
 
-    def _share(self, scenario: Scenario, jobs: Sequence[SimulatedRequest]) -> float:
+    def _holds(self, scenario: Scenario, jobs: Sequence[SimulatedRequest]) -> bool:
         if self.slowdowns is not None:
-            return float(within(scenario, jobs, self.slowdowns))
-        return share_at_least(scenario, jobs, self.slo, SHARE)
+            return within(scenario, jobs, self.slowdowns)
+        return reaches(scenario, jobs, self.slo, SHARE)
 
     def at_once(self, scenario: Scenario) -> float:
-        """Requests/s that are served when all come at once, if targets are met even then; otherwise 0."""
+        """About the requests/s that are served when all come at once, if targets are met even then; otherwise 0."""
         jobs = self.load.jobs(self.slo, MOST)
-        if self._share(scenario, jobs) < SHARE:
+        if not self._holds(scenario, jobs):
             return 0.0
         return len(jobs) / max(job.last_token for job in jobs if job.last_token is not None)
 
-    def goodput(self, scenario: Scenario, guess: float, known: Mapping[float, float] = NOTHING_KNOWN) -> Best:
-        """The highest rate, looked for around a guess; 0: anywhere. `known`: shares at rates that were simulated."""
+    def goodput(self, scenario: Scenario, guess: float, known: Mapping[float, bool] = NOTHING_KNOWN) -> Best:
+        """The highest rate, looked for around a guess; 0: anywhere. `known`: whether rates hold that were simulated."""
 
         def at(rate: float) -> float:
-            return known[rate] if rate in known else self.share(scenario, rate)
+            return known[rate] if rate in known else self.holds(scenario, rate)
 
-        return highest(at, SHARE, guess or self.load.rate or 1.0, self.precision)
+        return highest(at, True, guess or self.load.rate or 1.0, self.precision)
 
     def worth(self, choice: Choice, rate: float, devices: int) -> float:
         """Requests in time per second and device, $/h or W; or per joule, or unit of money, while devices are busy."""
@@ -368,11 +367,11 @@ def _at_once(choice: Choice, devices: int, question: Question) -> Tried | None:
 
 def _tried(choice: Choice, devices: int, question: Question, best: float) -> Tried:
     """The choice measured to the end, if it holds at the lowest rate of the search that is worth `best` at least."""
-    scenario, rate, known = question.scenario(choice), 0.0, dict[float, float]()
+    scenario, rate, known = question.scenario(choice), 0.0, dict[float, bool]()
     if best:
         rate = rate_from(best * question.weight(choice, devices), question.precision)
-        known[rate] = question.share(scenario, rate)
-        if known[rate] < SHARE:
+        known[rate] = question.holds(scenario, rate)
+        if not known[rate]:
             return Tried(choice, devices, rate, best, pruned=True)
     found = question.goodput(scenario, rate, known)
     if not found.bounded:
@@ -446,7 +445,7 @@ def _more(one: Tried, question: Question, worth: float) -> bool:
     if question.goal not in BY_WEIGHT:
         return _again(one, question) > worth
     rate = max(LEAST, worth * question.weight(one.choice, one.devices)) * (1 + question.precision)
-    return question.share(question.scenario(one.choice), rate) >= SHARE
+    return question.holds(question.scenario(one.choice), rate)
 
 
 def replicas(winner: Tried, devices: int, rate: float | None) -> int:

@@ -17,7 +17,7 @@ from phasewise.cluster.policy import Policy
 from phasewise.errors import UserError
 from phasewise.plan.arrivals import Load
 from phasewise.plan.event_loop import Turn
-from phasewise.plan.misses import Missed, MissWatch
+from phasewise.plan.misses import Met, Missed, MissWatch
 from phasewise.plan.sequence import SimulatedRequest
 from phasewise.plan.simulated_cluster import ClusterLayout, SimulatedCluster
 from phasewise.plan.slowdown import Slowdowns, SlowdownWatch
@@ -128,6 +128,16 @@ def share_at_least(scenario: Scenario, jobs: Sequence[SimulatedRequest], slo: SL
         return run(scenario, jobs, watch=MissWatch(slo, share, len(jobs))).share(slo)
     except Missed:
         return 0.0
+
+
+def reaches(scenario: Scenario, jobs: Sequence[SimulatedRequest], slo: SLO, share: float) -> bool:
+    """Whether at least this share of requests is within its targets, known as soon as it is sure."""
+    try:
+        return run(scenario, jobs, watch=MissWatch(slo, share, len(jobs), early=True)).share(slo) >= share
+    except Met:
+        return True
+    except Missed:
+        return False
 
 
 def within(scenario: Scenario, jobs: Sequence[SimulatedRequest], slowdowns: Slowdowns) -> bool:
