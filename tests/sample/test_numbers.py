@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
-from phasewise.errors import UserError
+from phasewise.errors import Unanswerable, UserError
 from phasewise.methods.sample._grammars import Grammars, compiled
 from phasewise.methods.sample._words import Words
+from phasewise.methods.sample.grammar import GrammarState
+from phasewise.request.params import Params
+from phasewise.request.request import Request
 from tests.sample.vocabularies import END, byte_level
 
 pytest.importorskip("llguidance")
@@ -105,6 +108,33 @@ def test_a_failure_of_the_compiler_is_the_requests_own(monkeypatch: pytest.Monke
         compiled({"regex": "a"}, WORDS.tokenizer())
 
 
-def test_text_that_is_no_unicode_is_refused() -> None:
-    with pytest.raises(UserError, match="json_schema cannot be honoured"):
-        GRAMMARS.get({"json_schema": {"const": "\ud800"}})
+@pytest.mark.parametrize("ask", [{"json_schema": {"const": "\ud800"}}, {"choice": ["\ud800"]}, {"regex": "\ud800"}])
+def test_text_that_is_no_unicode_is_refused(ask: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="cannot be honoured|is none"):
+        GRAMMARS.get(ask)
+
+
+@pytest.mark.parametrize("value", [None, [], {}, "x", 5, True, -1, 0, 0.5])
+@pytest.mark.parametrize(
+    "word",
+    ["type", "properties", "required", "items", "enum", "const", "anyOf", "allOf", "oneOf", "$ref", "$defs", "pattern",
+     "format", "minLength", "maxItems", "minimum", "multipleOf", "additionalProperties", "prefixItems", "x-guidance"],
+)  # fmt: skip
+def test_keywords_of_wrong_types_are_honoured_or_refused(word: str, value: Any) -> None:
+    for schema in ({word: value}, {"type": "object", "properties": {"a": {word: value}}, "required": ["a"]}):
+        try:
+            assert GRAMMARS.get({"json_schema": schema}).start().compute_bitmask()
+        except UserError as error:
+            assert str(error).startswith("json_schema") and "panic" not in str(error)
+
+
+def test_a_grammar_that_becomes_too_complex_is_the_requests_own_fault() -> None:
+    """What it says of that has none of llguidance's marks."""
+    line = GrammarState(GRAMMARS.get({"grammar": 'root ::= "a" root | root "b"'}), WORDS, 0)
+    request = Request([], Params())
+    with pytest.raises(Unanswerable, match="^the grammar has become too complex: .*Too many items[^<]*$"):
+        for _ in range(4):
+            line.sure(request.params)
+            line.mask((), ())
+            request.tokens.append(IDS[b"a"])
+            line.roll(request)

@@ -86,9 +86,13 @@ def compiled(ask: Mapping[str, Any], tokenizer: LLTokenizer) -> Compiled:
     """Raises UserError beginning with the kind of grammar."""
     from llguidance import LLMatcher
 
-    kind, text = written(ask)
-    if AROUND in ask:
-        text = _around(ask[AROUND], text, lark=kind in ("choice", "grammar"))
+    try:
+        kind, text = written(ask)
+        if AROUND in ask:
+            text = _around(ask[AROUND], text, lark=kind in ("choice", "grammar"))
+        text.encode()
+    except UnicodeEncodeError as wrong:
+        raise UserError(f"a grammar is text, and half of a surrogate pair is none ({wrong.reason})") from wrong
     try:
         matcher = LLMatcher(tokenizer, text, log_level=0, limits=_limits())
         if not matcher.is_error():
@@ -206,7 +210,7 @@ def _bounded(schema: dict[str, Any]) -> None:
             todo += [(key, each, depth + 1, fixed or key in FIXED) for key, each in inner]
         elif isinstance(value, str):
             _fits(f"json_schema: {name}", len(value), LITERAL)
-        elif isinstance(value, int | float):
+        elif isinstance(value, int | float) and not isinstance(value, bool):
             _exact(name, value, fixed)
             if name == "multipleOf" and not fixed:
                 multiple = _multiple(value, multiple)
@@ -243,4 +247,4 @@ def reason(error: str) -> str:
     """The message of a mistake, on one line. Those about llguidance's own code are left out."""
     if "panic" in error.lower():
         return "llguidance has failed on it"
-    return " ".join(error.partition("<non-verbose>")[0].split())[:400]
+    return " ".join(error.partition("<non-verbose")[0].split())[:400]

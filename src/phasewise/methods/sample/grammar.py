@@ -33,6 +33,7 @@ from phasewise.verbs.traits import Traits
 
 log = logging.getLogger(__name__)
 NAME = "grammar"
+FOREIGN = "doesn't satisfy the grammar"  # what llguidance says of a token that no mask has allowed
 Path = tuple[int, ...]
 
 
@@ -97,7 +98,10 @@ class GrammarState(Drawer):
         self.added.clear()
         self._below, self._sure, self.upto = (), None, request.known
         if read < len(new) and not self._matcher.consume_tokens(new[read:]):
-            raise RuntimeError(f"the grammar does not go on: {self._matcher.get_error()}")
+            error = self._matcher.get_error()
+            if FOREIGN in error:
+                raise RuntimeError(f"the grammar does not go on: {error}")
+            raise Unanswerable(f"the grammar has become too complex: {reason(error)}")
 
     def sure(self, params: Params) -> Path:
         """Tokens that follow the text whatever the model says, up to one that ends it or is not allowed besides."""

@@ -169,12 +169,13 @@ def _whole(out: DeltaCollector, held: str, known: KnownTools) -> bool:
         arguments = value.get("arguments", value.get("parameters"))
         if isinstance(arguments, str):
             arguments = json.loads(arguments)
+        text = json.dumps(arguments or {}, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):
         return False
     name = value.get("name")
     if not isinstance(name, str) or not known(name) or not isinstance(arguments, dict | None):
         return False
-    out.call(name, json.dumps(arguments or {}, ensure_ascii=False))
+    out.call(name, text)
     return True
 
 
