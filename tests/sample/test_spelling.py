@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
 from phasewise.known import shelf
 from phasewise.known.models import KNOWN
+from phasewise.llm import LLM
 from phasewise.load import model_path
 from phasewise.methods.sample._grammars import Grammars
 from phasewise.methods.sample._spelling import Speller
@@ -23,7 +25,8 @@ from phasewise.methods.sample.grammar import GrammarState
 from phasewise.model.tokenizer import Tokenizer
 from phasewise.request.params import Params
 from phasewise.request.request import Request
-from tests.sample.vocabularies import END, LETTERS, SPECIAL
+from tests.sample.vocabularies import END, LETTERS, SPECIAL, sentencepiece
+from tests.tiny import write_checkpoint
 
 pytest.importorskip("llguidance")
 SPACE = "\u2581"
@@ -178,3 +181,27 @@ def test_vocabularies_of_models(name: str) -> None:
     if name in KNOWN and not shelf.place(KNOWN[name]).exists():
         pytest.skip(f"{name} has not been fetched")
     exactly(Tokenizer.load(model_path(name)), ["blue", "e\u0301 é", ' {"a": "日本"}', "\u00a0\n\n  x", "ﬁ ™"], max)
+
+
+@pytest.mark.parametrize("prompt", ["The", ""])
+@pytest.mark.parametrize("choice", [["blue", "green"], [" blue", " green"], ["a  b ", "\u2581"]])
+def test_a_model_with_spaces_in_its_tokens(choice: list[str], prompt: str, tmp_path: Path) -> None:
+    """After a prompt the answer's first space is its own; where there is none, no answer can begin with one."""
+    backend = sentencepiece([" b", "lue", " blue", "blue", " "]).backend
+    backend.normalizer = NORMALIZERS["prepend"]()
+    backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    write_checkpoint(tmp_path, layers=1, vocab=backend.get_vocab_size(), context=256)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    llm = LLM(str(tmp_path), dtype="float32")
+    if not prompt and choice[0].startswith(" "):
+        (output,) = llm.generate([[1]], choice=choice)
+        assert output.left.how == "failed" and output.left.asked
+        return
+    asked: list[Any] = [prompt] if prompt else [[1]]
+    assert llm.generate(asked, choice=choice, temperature=1, seed=2)[0].text in choice
+    if prompt:
+        assert llm.chat([{"role": "user", "content": prompt}], choice=choice).text in choice
+        assert "".join(llm.stream(prompt, choice=choice)) in choice

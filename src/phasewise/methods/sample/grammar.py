@@ -66,9 +66,12 @@ class Grammar(Method):
 class GrammarState(Drawer):
     """The state of one request in its grammar, and the masks that hold there and below."""
 
-    def __init__(self, compiled: Compiled, words: Words, start: int, tags: ReasoningTags | None = None) -> None:
+    def __init__(
+        self, compiled: Compiled, words: Words, start: int, tags: ReasoningTags | None = None, begins: bool = True
+    ) -> None:
         self.words, self.upto = words, start
         self.first = start
+        self._strips = words.strips if begins else None
         self._tags = tags
         self._thought = None if tags is None else tags.start
         self.masks: dict[Path, Bits | None] = {}
@@ -82,7 +85,7 @@ class GrammarState(Drawer):
         twin = object.__new__(GrammarState)
         twin.words, twin.upto, twin.first, twin._below = self.words, self.upto, self.first, ()
         twin.masks, twin.added, twin._sure, twin._matcher = {}, {}, None, self._matcher.deep_copy()
-        twin._tags, twin._thought = self._tags, self._thought
+        twin._tags, twin._thought, twin._strips = self._tags, self._thought, self._strips
         return twin
 
     def roll(self, request: Request) -> None:
@@ -153,8 +156,8 @@ class GrammarState(Drawer):
             raise Unanswerable(f"the grammar has become too complex: {reason(self._matcher.get_error())}")
         if stops and self._matcher.is_accepting():
             mask |= self.words.mask(stops)
-        if first and self.words.strips is not None:
-            mask &= ~self.words.strips
+        if first and self._strips is not None:
+            mask &= ~self._strips
         return mask
 
     def _go(self, path: Path) -> bool:
@@ -202,7 +205,7 @@ class _Grammar(Chained):
             return
         assert self._grammars is not None
         words = self._grammars.words
-        mask = GrammarState(compiled, words, 0).mask((), _stops(params, words))
+        mask = GrammarState(compiled, words, 0, begins=False).mask((), _stops(params, words))
         if mask is None or not (mask & words.mask([i for i in params.allowed_token_ids if i < words.vocab])).any():
             kind = next(kind for kind in KINDS if kind in (params.ask or {}))
             raise UserError(f"{kind} and allowed_token_ids leave no token to begin with: allow more")
@@ -304,7 +307,8 @@ class _Grammar(Chained):
             assert self._grammars is not None
             words, asked = self._grammars.words, (request.params.ask or {}).get(REASONING)
             tags = None if asked is None else ReasoningTags(asked, words)
-            line = request.state[NAME] = GrammarState(compiled, words, request.prompt_len, tags)
+            begins = all(token in words.special for token in request.tokens[: request.prompt_len])  # nothing was said
+            line = request.state[NAME] = GrammarState(compiled, words, request.prompt_len, tags, begins)
         line.roll(request)
         return line
 
