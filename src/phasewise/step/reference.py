@@ -419,10 +419,13 @@ def visible(window: Window, read: Read) -> View | None:
     rows = part.positions[:, None]  # [1 | h, 1, N]
     heads = None
     if window.heads is not None:
-        heads = torch.tensor(window.heads[read.layer], device=at.device)
-        heads = heads if part.heads is None else heads[part.heads]
-        if not bool(heads.any()):
+        if not any(window.heads[read.layer]):
             return None
+        heads = torch.tensor(window.heads[read.layer], device=at.device)
+        if part.heads is not None:
+            heads = heads[part.heads]
+            if not bool(heads.any()):
+                return None
     mask = window.seen(at[:, None], rows)  # [1 | h, R, N]; no span has rows of a prompt and later ones
     if heads is not None:
         return View(mask if bool(heads.all()) else mask | ~heads[:, None, None])

@@ -96,7 +96,8 @@ class CutHeads(Evict):
 
     def keep(self, request: Request, layer: int) -> Tensor | list[Tensor] | None:
         assert request.kv is not None
-        parts, cut = request.kv.layers[layer].read(), self.cut[layer].tolist()
+        assert self.window.heads is not None
+        parts, cut = request.kv.layers[layer].read(), self.window.heads[layer]
         stay: dict[int, Tensor] = {}
         for part in parts:
             heads, rows = part.size
