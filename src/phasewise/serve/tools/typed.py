@@ -12,6 +12,7 @@ NUMBERS = frozenset({"integer", "number"})
 ALL = frozenset({"string", "null", "boolean", "object", "array"}) | NUMBERS
 WORDS = {"true": "true", "false": "false", "none": "null", "null": "null"}
 DEEP = 32  # references and combinations within one another
+MOST = 4096  # schemas that are looked at for one question: of what lies beyond, nothing is known
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class ArgumentType:
     @cached_property
     def kinds(self) -> frozenset[str]:
         """The types of JSON that it may have."""
-        return _kinds(self.schema, self.root, 0)
+        return _kinds(self.schema, _Root(self.root), 0)
 
     @property
     def is_text(self) -> bool:
@@ -52,7 +53,7 @@ class ArgumentType:
 
     def allows(self, value: Any) -> bool:
         """True if types and enumerated values let it be this one."""
-        return _allows(self.schema, value, self.root, 0)
+        return _allows(self.schema, value, _Root(self.root), 0)
 
     def _enumerates(self, text: str) -> bool:
         """True if a text is among the few that there may be."""
@@ -61,7 +62,7 @@ class ArgumentType:
 
 def argument(parameters: Any, key: str) -> ArgumentType:
     """The type of one of a function's parameters, by their schema; one that this does not name has no schema."""
-    for schema in _parts(parameters, parameters, 0):
+    for schema in _parts(parameters, _Root(parameters), 0):
         properties = schema.get("properties")
         if isinstance(properties, Mapping) and key in properties:
             return ArgumentType(properties[key], parameters)
@@ -69,17 +70,30 @@ def argument(parameters: Any, key: str) -> ArgumentType:
     return ArgumentType(others if isinstance(others, Mapping) else {}, parameters)
 
 
+class _Root:
+    """The schema in which references are looked up, and how many schemas may still be looked at."""
+
+    def __init__(self, schema: Any) -> None:
+        self.schema, self.left = schema, MOST
+
+
 def plain(schema: Mapping[str, Any], root: Any) -> dict[str, Any]:
     """The schema of a text, or of a text or null, without references, `allOf` and the alternative null, as far as they
     can be left out; what cannot stays."""
+    return _plain(schema, _Root(root), 0)
+
+
+def _plain(schema: Mapping[str, Any], root: _Root, depth: int) -> dict[str, Any]:
+    if depth > DEEP:
+        return dict(schema)
     found: dict[str, Any] = {}
-    for part in _parts(schema, root, 0):
+    for part in _parts(schema, root, depth):
         own = {key: value for key, value in part.items() if key not in ("$ref", "allOf", "nullable")}
         for word in ("anyOf", "oneOf"):
-            texts = [each for each in own.get(word) or () if _kinds(each, root, 0) != {"null"}]
+            texts = [each for each in own.get(word) or () if _kinds(each, root, depth) != {"null"}]
             if len(texts) == 1 and isinstance(texts[0], Mapping):
                 del own[word]
-                own |= plain(texts[0], root)
+                own |= _plain(texts[0], root, depth + 1)
         if any(found.get(key, value) != value for key, value in own.items() if key not in ("title", "description")):
             return dict(schema)  # two parts say different things of one keyword
         found |= own
@@ -90,13 +104,14 @@ def plain(schema: Mapping[str, Any], root: Any) -> dict[str, Any]:
     return found
 
 
-def _parts(schema: Any, root: Any, depth: int) -> Iterator[Mapping[str, Any]]:
+def _parts(schema: Any, root: _Root, depth: int) -> Iterator[Mapping[str, Any]]:
     """A schema and those that must hold besides it: what it refers to, and what `allOf` has."""
-    if not isinstance(schema, Mapping) or depth > DEEP:
+    root.left -= 1
+    if not isinstance(schema, Mapping) or depth > DEEP or root.left < 0:
         return
     yield schema
     if "$ref" in schema:
-        yield from _parts(_target(schema["$ref"], root), root, depth + 1)
+        yield from _parts(_target(schema["$ref"], root.schema), root, depth + 1)
     every = schema.get("allOf")
     for each in every if isinstance(every, list) else ():
         yield from _parts(each, root, depth + 1)
@@ -113,7 +128,7 @@ def _target(ref: Any, root: Any) -> Any:
     return True if found is None else found
 
 
-def _kinds(schema: Any, root: Any, depth: int) -> frozenset[str]:
+def _kinds(schema: Any, root: _Root, depth: int) -> frozenset[str]:
     if schema is False:
         return frozenset()
     found = ALL
@@ -152,7 +167,7 @@ def _kinds_of(value: Any) -> frozenset[str]:
     return frozenset({"object" if isinstance(value, Mapping) else "array"})
 
 
-def _allows(schema: Any, value: Any, root: Any, depth: int) -> bool:
+def _allows(schema: Any, value: Any, root: _Root, depth: int) -> bool:
     if not _kinds(schema, root, depth) & _kinds_of(value):
         return False
     for part in _parts(schema, root, depth):
