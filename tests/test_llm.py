@@ -35,6 +35,9 @@ def llm() -> LLM:
     return LLM(str(chat_checkpoint()), limits=Limits(kv_bytes=8 << 20))
 
 
+HALF = "\ud83d"  # of a pair of surrogates: no character
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind(llm: LLM) -> Any:
     yield
@@ -269,3 +272,22 @@ def test_a_failing_request_is_an_output_or_an_error(llm: LLM, monkeypatch: pytes
 def test_mistakes_are_named(wrong: dict[str, Any], names: str) -> None:
     with pytest.raises(UserError, match=names):
         LLM(**{"model": str(chat_checkpoint()), **wrong})
+
+
+@pytest.mark.parametrize("call", [
+    lambda llm: llm.generate(b"the quick"), lambda llm: llm.generate([b"the", "fox"]), lambda llm: llm.embed(b"the"),
+    lambda llm: llm.generate(bytearray(b"the")), lambda llm: llm.generate(7), lambda llm: list(llm.stream(b"the")),
+    lambda llm: llm.chat([{"role": "user", "content": b"the"}]), lambda llm: llm.generate("the", bad_words=[b"a"]),
+    lambda llm: llm.generate("the", stop=b"a"), lambda llm: llm.generate("the", stop=[b"a"]),
+    lambda llm: llm.generate("caf\udce9"), lambda llm: llm.generate(HALF * 5000), lambda llm: llm.embed(HALF),
+    lambda llm: llm.chat([{"role": "user", "content": HALF}]), lambda llm: llm.generate("the", bad_words=[HALF]),
+    lambda llm: llm.generate("the", choice=["blue", HALF]), lambda llm: llm.generate("a", json_schema={"const": HALF}),
+])  # fmt: skip
+def test_what_is_no_text_is_refused(call: Any, llm: LLM) -> None:
+    """Bytes are no token ids, though they are numbers; a lone surrogate is no character."""
+    with pytest.raises(UserError, match="bytes|surrogate|not text|must be a|texts or of"):
+        call(llm)
+
+
+def test_a_pair_of_surrogates_in_json_is_a_character(llm: LLM) -> None:
+    assert Params(ask={"choice": ["\ud83e\udd9c"]}).ask == {"choice": ["\U0001f99c"]}

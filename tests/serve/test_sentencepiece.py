@@ -24,6 +24,7 @@ BEFORE = [{"role": "assistant", "content": "the ab"}]
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp(request.param)
     backend = sentencepiece(request.param).backend
+    backend.add_special_tokens(["▁<PRE>", "▁<SUF>", "▁<MID>", "▁<EOT>"])  # as Code Llama has them
     write_checkpoint(folder, layers=1, vocab=backend.get_vocab_size(), context=256)
     backend.save(str(folder / "tokenizer.json"))
     told = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
@@ -79,6 +80,12 @@ def test_completions(server: Server, llm: LLM) -> None:
     for token, at in list(zip(whole["logprobs"]["tokens"], offsets))[1:]:
         assert whole["text"][at : at + len(token)] == token
     assert "".join(entry["token"] for entry in answer(provenance=True)["provenance"]) == " the the the"
+
+
+def test_what_is_filled_in_keeps_its_first_space(server: Server, llm: LLM) -> None:
+    for before, after in (("the", " ab"), ("", "ab"), ("the ab", "the")):
+        body = {"model": "tiny", "prompt": before, "suffix": after, **saying(llm, "▁the", 2)}
+        assert server.post("/v1/completions", body).json()["choices"][0]["text"] == " the the"
 
 
 def test_chats(server: Server, llm: LLM) -> None:

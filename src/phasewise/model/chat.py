@@ -135,6 +135,8 @@ class ChatTemplate:
         if thought is not None:
             shown = {"thinking": thought, **shown, "reasoning_content": thought}
         content = shown.get("content")
+        if isinstance(content, (bytes, bytearray)):
+            raise UserError(f"content {content!r:.40} of a message is bytes, not text: decode it first")
         if isinstance(content, (list, tuple)) and not self._shows_parts(name, str(shown.get("role"))):
             shown["content"] = joined(content)
         return shown

@@ -132,7 +132,7 @@ _OPTIONAL = ("logprobs", "prompt_logprobs", "truncate_prompt_tokens")
 
 def _word(word: object) -> bool:
     """True if it is a text or several token ids."""
-    return bool(word) and (isinstance(word, str) or _all(Integral, word))
+    return bool(word) and not isinstance(word, bytes) and (isinstance(word, str) or _all(Integral, word))
 
 
 def _plain(ask: object) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ class Text:
     no text because they end the output, `shown` special tokens that have it, `before` those that the output's text goes
     on from; none where it begins one. Two instances that are given the same
     tokens decide the same, so one can watch in the engine (`watch`) and another write elsewhere. Raises UserError for
-    an empty stop string.
+    a stop string that is empty or no text.
     """
 
     def __init__(
@@ -29,7 +29,9 @@ class Text:
         shown: Collection[int] = (),
         before: Sequence[int] = (),
     ) -> None:
-        stops = (stops,) if isinstance(stops, str) else tuple(stops)
+        stops = (stops,) if isinstance(stops, (str, bytes)) else tuple(stops)
+        if not all(isinstance(stop, str) for stop in stops):
+            raise UserError(f"stop={list(stops)!r:.80} must be a text or several: decode bytes first")
         if not all(stops):
             raise UserError(f"stop={list(stops)!r} has an empty string, which is everywhere: leave it out")
         self.stopped = False  # a stop string has appeared; there will be no more text
