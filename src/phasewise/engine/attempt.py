@@ -96,7 +96,7 @@ class StepAttempt:
             restart(span)
 
     def _attempt(self, spans: list[Span], waiting: Sequence[Request] = ()) -> list[Settled | None]:
-        if not self._finite.head:
+        if not self.model.head_finite:
             raise NotFinite("the output head has weights that are not finite")
         hidden = forward(self.model, spans, self.counters, self.taps, self._room)
         decode = spans[0].phase.decode

@@ -3,13 +3,12 @@
 Plain greedy decoding writes no logits. Its kernel takes the first NaN for the largest output, so where all are NaN it
 gives token 0: only rows with that token are looked at. Rows of requests that sample, or set any rule, are looked at
 always, which costs far less than their distribution. A head with a broken row would choose that row's token each
-time: it is tried once, on a row of zeros.
+time: it is tried when the model is loaded, on a row of zeros.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,16 +45,10 @@ class FiniteCheck:
         rows = [span.start + i for span in spans for i in range(max(0, span.rows - LOOKED_AT), span.rows)]
         return bool(torch.isfinite(hidden.rows(rows)).all())
 
-    @cached_property
-    def head(self) -> bool:
-        """True if the final norm and the output head have finite weights alone."""
-        zeros = torch.zeros((1, self._model.config.hidden), dtype=self._model.dtype, device=self._model.device)
-        return bool(torch.isfinite(self._model.head(zeros)).all())  # NaN and infinity times zero are NaN
-
     def trace(self, span: Span) -> NotFinite:
         """The error that says where a span's numbers end. Its rows are computed again, and are left uncommitted."""
         layers = self._model.config.layers
-        if not self.head:
+        if not self._model.head_finite:
             return self._told("the final norm or the output head")
         tokens = torch.tensor(span.tokens, device=self._model.device)
         if not bool(torch.isfinite(self._model.embed(tokens)).all()):

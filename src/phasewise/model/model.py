@@ -117,6 +117,11 @@ class Model:
         self.stack = self._stacked(range(config.layers))
         self._walks: dict[tuple[int, ...], Stack | None] = {}
         self.weight_bytes = weights.taken_bytes  # of all parameters, tied embeddings once
+        # of zeros, since NaN and infinity times zero are NaN
+        zeros = torch.zeros((1, config.hidden), dtype=self.dtype, device=self.device)
+        on_paper = self.device.type == "meta"  # where nothing has a value
+        # whether the final norm and the output head have finite weights alone
+        self.head_finite = on_paper or bool(torch.isfinite(self._logits(zeros)).all())
 
     @classmethod
     def load(cls, path: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu",
@@ -181,6 +186,9 @@ class Model:
 
     def head(self, x: Tensor) -> Tensor:
         """[R, d] -> logits [R, V] in float32, final norm and softcap included."""
+        return self._logits(x)
+
+    def _logits(self, x: Tensor) -> Tensor:
         if self.whole_head is not None:
             return self.whole_head.logits(x)
         logits, cap = self.unembed(self.norm(x)).float(), self.config.logit_softcap
