@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
-from phasewise.load import load_model
-from phasewise.methods.attend.double_sparsity import DoubleSparsity, _DoubleSparsity
+from phasewise.load import load_model, model_path
+from phasewise.methods.attend.double_sparsity import DoubleSparsity, _DoubleSparsity, coded, decoded
+from phasewise.model.tokenizer import Tokenizer
 from phasewise.request.counters import Counters
 from phasewise.step.read import Read
 from phasewise.train.artefacts import ArtefactJob, names, trainer
-from phasewise.train.artefacts.attend_double_sparsity import heaviness, measure
+from phasewise.train.artefacts.attend_double_sparsity import ROW, heaviness, measure, stretches
 from phasewise.verbs.host import Host
 from tests import tiny
 from tests.asking import Asking
@@ -85,19 +86,22 @@ def test_all_channels_are_the_exact_best_rows() -> None:
     assert torch.equal(votes.topk(9, -1).indices, exact.topk(9, -1).indices)
 
 
-def test_bytes_read_are_the_closed_form() -> None:
-    """`k` rows whole, the labels of all rows before, and the keys of rows that get a label, each once."""
+@pytest.mark.parametrize(("bits", "label"), [(16, 3 * 4), (4, 2 + 4)])
+def test_bytes_read_are_the_closed_form(bits: int, label: int) -> None:
+    """`k` rows whole, the labels of all rows before, and the keys of rows that get a label, each once. A label is three
+    numbers of float32; or three of four bits, and its two ends."""
     k, channels, dense = 20, 3, 1
-    one = started(runtime(channels=float(channels), k=k, dense_layers=dense))
+    one = started(runtime(channels=float(channels), k=k, dense_layers=dense, bits=bits))
     key, labelled = HEADS * DIM * 4, 0
     for token in TOKENS[PROMPT:]:
         n, before = one.request.computed + 1, one.counters.kv_bytes_read
         one.feed([token])
-        sparse = k * 2 * key + (n - 1) * HEADS * channels * 4 + (n - 1 - labelled) * key
+        sparse = k * 2 * key + (n - 1) * HEADS * label + (n - 1 - labelled) * key
         assert one.counters.kv_bytes_read - before == dense * n * 2 * key + (LAYERS - dense) * sparse
         labelled = n - 1
     kept = one.kv.layers[2].derived["double_sparsity", 0]
-    assert kept.rows.shape[0] * kept.upto * kept.rows.shape[2] * 4 == labelled * HEADS * channels * 4  # type: ignore[attr-defined]
+    assert kept.known.nbytes == labelled * HEADS * label  # type: ignore[attr-defined]
+    assert one.kv.layers[2].beside.bytes <= one.kv.layers[2].beside.booked
 
 
 def test_labels_are_the_channels_of_the_keys() -> None:
@@ -114,6 +118,39 @@ def test_labels_are_the_channels_of_the_keys() -> None:
     want = torch.stack([part.k[h][:, method.channels[2][h]] for h in range(HEADS)])
     assert torch.equal(kept.known, want[:, : kept.upto])  # type: ignore[attr-defined]
     assert kept.upto >= one.request.computed - 4  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("count", [3, 8, 12])
+def test_labels_of_four_bits_are_off_by_half_a_step(count: int) -> None:
+    """Of their own ends, number by number, and what is packed is as wide as it says."""
+    labels = torch.randn(2, 7, count, generator=torch.Generator().manual_seed(count)) * 5
+    made = coded(labels, 4)
+    assert made.dtype == torch.uint8 and made.shape == (2, 7, -(-count // 2) + 4)
+    low, high = labels.amin(-1, keepdim=True), labels.amax(-1, keepdim=True)
+    room = (high - low) / 15 / 2 + 2e-3 * (low.abs() + high.abs())
+    assert ((decoded(made, count, 4) - labels).abs() <= room).all()
+    assert torch.equal(decoded(coded(torch.full((1, 2, count), 1.5), 4), count, 4), torch.full((1, 2, count), 1.5))
+
+
+def test_four_bits_choose_nearly_the_rows_that_whole_labels_choose() -> None:
+    """All channels of planted keys: of the twenty best rows most are the same, and with shuffled labels few."""
+    q, k = planted(0, [[3, 11], [0, 14]])
+    true = torch.einsum("rhd,hnd->hrn", q[:50, ::2], k).topk(20, -1).indices
+
+    def same(labels: Tensor) -> float:
+        guess = torch.einsum("rhd,hnd->hrn", q[:50, ::2], labels).topk(20, -1).indices
+        return float((true[..., None] == guess[:, :, None]).any(-1).float().mean())
+
+    back = decoded(coded(k, 4), k.shape[2], 4)
+    assert same(back) > 0.9 > 0.2 > same(back[:, torch.randperm(k.shape[1])])
+
+
+def test_calibration_texts_begin_as_the_model_expects() -> None:
+    """Once, and no text is longer for it."""
+    begin = Tokenizer.load(model_path("pocket")).begin
+    texts = stretches("pocket", 6, 0)
+    assert begin and all(text[: len(begin)] == begin != text[len(begin) : 2 * len(begin)] for text in texts)
+    assert max(map(len, texts)) == ROW
 
 
 def test_calibration_measures_rotated_rows() -> None:
@@ -160,6 +197,7 @@ def test_the_pocket_model_has_its_channels_and_training_makes_them(tmp_path: Pat
 @pytest.mark.parametrize(("knobs", "said"), [
     ({"channels": 0.0}, r"channels=0\.0 must be above 0: a share up to 1, or a number"),
     ({"channels": 4.5}, r"channels=4\.5: above 1 it is a number of channels, .*: say 4 or 5, or a share up to 1"),
+    ({"bits": 8}, "bits=8: choose 4, or 16"),
     ({"k": 0}, "k=0 must be at least 1"), ({"dense_layers": -1}, "dense_layers=-1 must be at least 0"),
 ])  # fmt: skip
 def test_bad_knobs_are_named_with_the_bound(knobs: dict[str, Any], said: str) -> None:

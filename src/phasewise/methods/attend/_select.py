@@ -30,14 +30,16 @@ def tally(logits: Tensor, among: Tensor | None) -> Tensor:
     return logits.log_softmax(-1).logsumexp(1)
 
 
-def kept(read: Read, name: str, width: int, make: Callable[[int, int], Tensor]) -> Kept:
-    """What is kept by this name for all committed rows; `make(start, stop)` [h, stop - start, width] is asked for what
-    is missing, which costs reading their keys."""
+def kept(
+    read: Read, name: str, width: int, make: Callable[[int, int], Tensor], dtype: torch.dtype | None = None
+) -> Kept:
+    """What is kept by this name for all committed rows, of the keys' dtype unless another is given; `make(start, stop)`
+    [h, stop - start, width] is asked for what is missing, which costs reading their keys."""
     part = read.part
     key = name, part.slab
     found = part.derived.get(key)
     if not isinstance(found, Kept):
-        found = Kept(part.keys(0, 0).new_empty((part.size[0], 0, width)))
+        found = Kept(part.keys(0, 0).new_empty((part.size[0], 0, width), dtype=dtype))
     if found.upto < part.n:
         read.count_keys((part.n - found.upto) * part.size[0])
         found = found.roomy(rounded(part.size[1]))
@@ -51,6 +53,7 @@ class RowScorer(ABC):
 
     name: str
     kernel: KernelScores | None = None
+    dtype: torch.dtype | None = None  # of what is kept; None: that of the keys
 
     @abstractmethod
     def width(self, dim: int) -> int:
@@ -58,7 +61,11 @@ class RowScorer(ABC):
 
     @abstractmethod
     def stand(self, read: Read, start: int, stop: int) -> Tensor:
-        """The vectors of the keys of these slots, [h, stop - start, width]; no other key is read."""
+        """The vectors of the keys of these slots as they are kept, [h, stop - start, width]; no other key is read."""
+
+    def opened(self, stands: Tensor) -> Tensor:
+        """Vectors as they are kept [h, N, width] -> as `votes` takes them."""
+        return stands
 
     @abstractmethod
     def votes(self, read: Read, stands: Tensor, among: Tensor | None) -> Tensor:
@@ -69,7 +76,7 @@ class RowScorer(ABC):
         def make(start: int, stop: int) -> Tensor:
             return self.stand(read, start, stop)
 
-        return kept(read, self.name, self.width(read.q.shape[2]), make)
+        return kept(read, self.name, self.width(read.q.shape[2]), make, self.dtype)
 
     def scores(self, read: Read, index: Kept, rows: Rivals) -> Scores:
         part = read.part
@@ -79,4 +86,4 @@ class RowScorer(ABC):
             read.count_bytes(index.known.nbytes)
             read.count_keys(part.fresh * part.size[0])
         stands = torch.cat((index.known, self.stand(read, part.n, part.size[1])), 1)
-        return Scores(self.votes(read, stands, rows.rivals))
+        return Scores(self.votes(read, self.opened(stands), rows.rivals))

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
@@ -18,6 +19,7 @@ from phasewise.methods._amounts import check_amount
 from phasewise.methods.attend._select import RowScorer, grouped, tally
 from phasewise.model.artefacts import Artefact
 from phasewise.model.config import ModelConfig
+from phasewise.ops.packing import dequantise, pack, packed, quantise, unpack
 from phasewise.step.plan import EVERYTHING, AttentionPlan, KernelScores, TopK, share
 from phasewise.step.read import Read
 from phasewise.step.span import Span
@@ -26,24 +28,28 @@ from phasewise.verbs.host import Host
 from phasewise.verbs.method import Method
 from phasewise.verbs.traits import Traits
 
+ENDS = 4  # bytes of a packed label's step and lowest level
+
 
 @dataclass(frozen=True)
 class DoubleSparsity(Method):
     """Copies of the `channels` heaviest channels of every key (a share of them up to 1, above a number) lie beside the
     rows, within the KV budget. A row always reads itself; the `k` - 1 others are those that get most of the softmax
     over these channels' part of the scores, summed over the query heads that share a KV head. The first `dense_layers`
-    layers read everything.
+    layers read everything. With `bits=4` a copy is kept in four bits a number, evenly spaced between its own ends, and
+    32 bits for these: fewer bytes are held and read, but no kernel ranks such copies, so the choice is made in torch.
 
     How heavy a channel is has been measured once, over some text (train/artefacts/attend_double_sparsity.py): the mean
     of |q k| after rotation, summed over the query heads of a KV head. `weights`: `auto` (measured for this model;
-    beside it, or shipped), a file, or `random:SEED`, channels at random. Left out: labels of four bits, channels and
-    lists for each query head of its own, and rows that lie elsewhere and are fetched a layer ahead.
+    beside it, or shipped), a file, or `random:SEED`, channels at random. Left out: channels and lists for each query
+    head of its own, and rows that lie elsewhere and are fetched a layer ahead.
     """
 
     channels: float = 0.25
     k: int = 256
     dense_layers: int = 2
     weights: str = "auto"
+    bits: Literal[4, 16] = 16
 
     paper: ClassVar[str] = "arXiv 2408.07092"
     guarantee: ClassVar[str] = "lossy"
@@ -58,6 +64,8 @@ class DoubleSparsity(Method):
         if not self.channels > 0:
             raise UserError(f"double_sparsity: channels={self.channels} must be above 0: a share up to 1, or a number")
         check_amount("double_sparsity", "channels", self.channels, "channels")
+        if self.bits not in (4, 16):
+            raise UserError(f"double_sparsity: bits={self.bits}: choose 4, or 16 (copies as keys are)")
         for name, least in (("k", 1), ("dense_layers", 0)):
             if getattr(self, name) < least:
                 raise UserError(f"double_sparsity: {name}={getattr(self, name)} must be at least {least}")
@@ -87,27 +95,34 @@ class _DoubleSparsity(RowScorer, Attend):
         order = [each.sort(dim=-1, descending=True, stable=True).indices[:, :count] for each in heavy]
         self.channels = [each.sort(-1).values for each in order]  # int64 [H, r]
         self.count = count
-        self.kernel = KernelScores(
-            (self.name, 0), width=count, channels=[each.int().contiguous() for each in self.channels]
-        )
+        self.packed = knobs.bits < 16
+        self.dtype = torch.uint8 if self.packed else None
+        if not self.packed:
+            self.kernel = KernelScores(
+                (self.name, 0), width=count, channels=[each.int().contiguous() for each in self.channels]
+            )
         self.keys = TopK(self, knobs.k, knobs.k + 1, dense_layers=knobs.dense_layers)
         self._plan = AttentionPlan(self.keys)
 
     def beside(self, layer: int, shape: KVShape, end: int) -> int:
         if layer < self.knobs.dense_layers or end <= self.knobs.k:
             return 0
-        return end * shape.heads * self.count * shape.dtype.itemsize
+        return end * shape.heads * self.width(shape.dim) * (1 if self.packed else shape.dtype.itemsize)
 
     def plan(self, span: Span) -> AttentionPlan:
         return self._plan if span.last + 1 >= self.keys.least else EVERYTHING
 
     # ---- how rows are ranked
     def width(self, dim: int) -> int:
-        return self.count
+        return packed(self.count, self.knobs.bits) + ENDS if self.packed else self.count
 
     def stand(self, read: Read, start: int, stop: int) -> Tensor:
         keys = read.part.keys(start, stop)  # [h, m, D]
-        return keys.gather(2, self._channels(read)[:, None].expand(-1, stop - start, -1))
+        found = keys.gather(2, self._channels(read)[:, None].expand(-1, stop - start, -1))
+        return coded(found, self.knobs.bits) if self.packed else found
+
+    def opened(self, stands: Tensor) -> Tensor:
+        return decoded(stands, self.count, self.knobs.bits) if self.packed else stands
 
     def votes(self, read: Read, stands: Tensor, among: Tensor | None) -> Tensor:
         channels = self._channels(read)[:, None, None]  # [h, 1, 1, r]
@@ -118,3 +133,17 @@ class _DoubleSparsity(RowScorer, Attend):
     def _channels(self, read: Read) -> Tensor:
         every, heads = self.channels[read.layer], read.part.heads
         return every if heads is None else every[heads]
+
+
+def coded(labels: Tensor, bits: int) -> Tensor:
+    """Labels [h, m, r] -> uint8 [h, m, ceil(r * bits / 8) + 4]: levels, then each label's step and lowest level in
+    float16. No number is off by more than half a step and the rounding of its label's ends."""
+    levels, step, low = quantise(labels, bits)
+    ends = torch.stack((step, low), -1).view(torch.uint8)  # [h, m, 4]
+    return torch.cat((pack(levels, bits), ends), -1)
+
+
+def decoded(stands: Tensor, count: int, bits: int) -> Tensor:
+    """The inverse of `coded`, float32 [h, m, count]."""
+    ends = stands[..., -ENDS:].contiguous().view(torch.float16)
+    return dequantise(unpack(stands[..., :-ENDS], count, bits), ends[..., 0], ends[..., 1], torch.float32)

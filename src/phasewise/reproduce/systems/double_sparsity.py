@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from phasewise.methods.attend.double_sparsity import ENDS
 from phasewise.reproduce import loads
 from phasewise.reproduce.panel import long_texts
 from phasewise.reproduce.play import PlayedRun
@@ -11,10 +12,10 @@ CHANNELS, K, DENSE, NEW = 8, 96, 2, 40
 TEXT = 1024  # tokens of which K rows are read; of longer texts as large a share
 
 
-def chosen(tokens: int, weights: str = "auto") -> Setting:
+def chosen(tokens: int, weights: str = "auto", bits: int = 16) -> Setting:
     k = K * tokens // TEXT
-    drawn = f",weights={weights}" * (weights != "auto")
-    return Setting({"attend": f"double_sparsity:channels={CHANNELS}.0,k={k},dense_layers={DENSE}{drawn}"})
+    more = f",weights={weights}" * (weights != "auto") + f",bits={bits}" * (bits != 16)
+    return Setting({"attend": f"double_sparsity:channels={CHANNELS}.0,k={k},dense_layers={DENSE}{more}"})
 
 
 def any_channels(tokens: int) -> Setting:
@@ -26,11 +27,17 @@ def read(case: Case, run: PlayedRun) -> int:
     return sum(step.read for step in run.decoding)
 
 
-def closed(case: Case) -> int:
-    """`k` rows, the labels of all before, and the keys of which labels are made, each once."""
+def in_four_bits(tokens: int) -> Setting:
+    return chosen(tokens, bits=4)
+
+
+def closed(case: Case, bits: int = 16) -> int:
+    """`k` rows, the labels of all before, and the keys of which labels are made, each once. A label of four bits a
+    number has two ends of 16 bits besides."""
     layers, prompt = case.config.layers, loads.prompt_rows(case)
     key = case.row_bytes // layers // 2  # bytes of a row's keys in a layer
     label = key * CHANNELS // case.config.head_dim
+    label = label if bits == 16 else case.config.kv_heads * (CHANNELS * bits // 8 + ENDS)
     total = labelled = 0
     for n in range(prompt + 1, prompt + NEW):  # rows that a token sees, itself included
         total += DENSE * n * 2 * key
@@ -56,9 +63,12 @@ SYSTEM = System(
     counters=(
         Counter("KV bytes read while decoding", "k rows + r channels of every row before + keys that get labels, once",
                 lambda case: read(case, case.method), closed),
+        Counter("KV bytes read while decoding, labels in four bits", "as above; a label: r / 2 bytes, and 4 of ends",
+                lambda case: read(case, case.method), lambda case: closed(case, 4), load=loads.lone(768, NEW),
+                who=in_four_bits(TEXT)),
     ),
     arithmetic=(KnobRatio("KV bytes read while decoding", read),),
-    quality=long_texts(chosen, any_channels),
+    quality=long_texts(chosen, any_channels, beside={"labels in four bits": in_four_bits}),
     timings=(Timing("time per token at 8,192 tokens (8 layers x 512, random weights)", 1.0, model="random-dense",
                     tokens=8192,
                     settings={"method": any_channels(8192)}),),

@@ -21,6 +21,7 @@ from phasewise.kv.store import Store
 from phasewise.load import files_of, load_model
 from phasewise.methods.attend.double_sparsity import DoubleSparsity
 from phasewise.model.model import Model
+from phasewise.model.tokenizer import beginning, begun
 from phasewise.request.counters import Counters
 from phasewise.request.params import Params
 from phasewise.request.request import Request
@@ -43,15 +44,17 @@ def train(method: DoubleSparsity, job: ArtefactJob) -> Path:
 
 
 def stretches(model: str, count: int, seed: int) -> list[list[int]]:
-    """Draws stretches of library source, from anywhere in it, in the model's own tokens."""
+    """Draws stretches of library source, from anywhere in it, in the model's own tokens. Each begins with what
+    the model expects before every text (`begun`)."""
     texts, rng, found = list(sources(held_out=False).values()), Random(f"{seed} channels"), list[list[int]]()
     tokenizer = files_of(model).tokenizer()
+    begin = beginning(tokenizer)
     while len(found) < count:
         text = rng.choice(texts)
         start = rng.randrange(max(1, len(text) - 8 * ROW))
         ids = tokenizer.encode(text[start : start + 8 * ROW], add_special_tokens=False).ids[:ROW]
         if len(ids) > 1:
-            found.append(ids)
+            found.append(begun(ids, begin)[:ROW])
     return found
 
 
