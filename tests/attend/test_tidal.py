@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,15 +12,20 @@ import torch
 
 from phasewise.engine.engine import Engine
 from phasewise.errors import UserError
+from phasewise.load import load_model
+from phasewise.methods.attend.dense import Dense
 from phasewise.methods.attend.tidal import Tidal
 from phasewise.methods.evict.snapkv import SnapKV
 from phasewise.methods.evict.streaming import Streaming
 from phasewise.methods.store.int8 import Int8
+from phasewise.model.artefacts import fingerprint, save
 from phasewise.model.model import Model
 from phasewise.request.request import Request
 from phasewise.step import reference
 from phasewise.step.plan import AttentionPlan
 from phasewise.step.reference import attend
+from phasewise.train.artefacts import ArtefactJob, attend_tidal
+from phasewise.train.artefacts.attend_tidal import answers, count, needles
 from phasewise.verbs.host import Host
 from tests import oracle, seeds, tiny
 from tests.attend.slow_tidal import SlowTidal
@@ -258,3 +265,41 @@ def test_what_cannot_be_corrected_is_refused(verbs: dict[str, str], says: str) -
     with pytest.raises(UserError, match=f"attend tidal has decoded rows computed once more, and .*{says}"):
         tiny.engine(ON | verbs)
     tiny.engine({"attend": "tidal:dense=0,second=2,every=0"} | verbs)
+
+
+# ---- the layer that picks again, by needles
+def test_the_choice_is_the_layer_that_finds_most_and_of_equal_ones_the_nearest_to_two_fifths(tmp_path: Path) -> None:
+    model = load_model("pocket")  # of 8 layers: two fifths is layer 3
+    host = Host(model, None, None, None, None)  # type: ignore[arg-type]
+    for counts, want in (([9, 9, 9, 1, 5, 5, 2, 9], 4), ([0] * 8, 3), ([0, 0, 0, 2, 2, 2, 3, 0], 6)):
+        made = Tidal().artefact(model.config)
+        path = tmp_path / f"{want}.safetensors"
+        save(path, made, {"found": torch.tensor(counts).float()}, fingerprint(model), "a test")
+        assert Tidal(weights=str(path)).bind(host).choosing == (2, want)
+    assert Tidal(weights="auto").bind(host).choosing == (2, 5), "what is shipped: 44 of 48 needles elsewhere"
+    assert Tidal().bind(host).choosing == (2, 3)
+    with pytest.raises(UserError, match=r"weights=auto chooses the layer that second=5 names: say one"):
+        Tidal(weights="auto", second=5)
+
+
+def test_needles_are_counted_as_the_method_itself_would_answer() -> None:
+    """On the pocket model: right answers with every row to read, other ones where a row reads itself and one more;
+    needles are those of the training part, and of layers that cannot pick again there is no count."""
+    model, wanted = load_model("pocket", dtype=torch.float32), 2
+    given = list(islice(needles(ArtefactJob("pocket", Path()).mixture(), 3), 4))
+    assert given == list(islice(needles(ArtefactJob("pocket", Path()).mixture(), 3), 4))
+    every, one = (tidal(model, k=k, dense=2, second=5) for k in (4096, 1))
+    for prompt, answer in given[:2]:
+        dense, whole, blind = answers(model, prompt, answer, [Dense(), every, one])
+        assert dense == whole == 1 > blind
+        wrong = [*answer[:-1], answer[-1] + 1]
+        assert answers(model, prompt, wrong, [Dense()]) == [pytest.approx(1 - 1 / len(answer))]
+    found, counted = count(model, Tidal(), iter(given), wanted)
+    assert counted == wanted and found.shape == (8,) and found.max() <= wanted
+    assert found[[0, 1, 2, 7]].tolist() == [0, 0, 0, 0] and found[5] > 0
+
+
+def test_a_model_that_finds_no_needle_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attend_tidal, "answers", lambda model, prompt, answer, ways: [0.5] * len(ways))
+    with pytest.raises(UserError, match=r"pocket finds 0 needles of 4 with dense attention, .* Name one: second=LAYER"):
+        attend_tidal.train(Tidal(), ArtefactJob("pocket", tmp_path, tokens=1024))

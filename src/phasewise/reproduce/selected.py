@@ -89,7 +89,8 @@ class RandomPicks(Control):
         return self.of.traits
 
     def bind(self, host: Host) -> Picker:
-        return Picker(self.of, self.of.choosing(host.model.config.layers), _drawn_weights)
+        of = self.of.chosen(host)
+        return Picker(of, of.choosing(host.model.config.layers), _drawn_weights)
 
 
 def _drawn_weights(read: Read) -> Tensor:

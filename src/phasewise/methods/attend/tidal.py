@@ -7,13 +7,15 @@ rows are computed once more, densely, and then equal those of a dense prefill. P
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
 
 from phasewise.errors import UserError
+from phasewise.model.artefacts import Artefact
+from phasewise.model.config import ModelConfig
 from phasewise.request.request import Request
 from phasewise.step.plan import EVERYTHING, AttentionPlan, LayerPicks
 from phasewise.step.read import Read
@@ -34,8 +36,9 @@ class Tidal(Method):
     the largest share of what later layers would pick for themselves, of all layers and on both models it was tried on
     (scripts/tidal_layers.py; 64 of 768 rows, of which chance finds 0.08): 0.31 by layer 3 of the pocket model's 8 (0.24
     without a second choice), 0.475 by layer 12 of SmolLM2's 30. But answers may hang on one layer: of 48 needles in
-    1,024 tokens the pocket model finds 9 without, 40 with second=3, 33 with 4, 44 with 5 and 15 with 6. So try it on
-    each model (--needle).
+    1,024 tokens the pocket model finds 9 without, 40 with second=3, 33 with 4, 44 with 5 and 15 with 6. So the paper
+    chooses by needles: `phasewise train artefact attend.tidal --model MODEL` tries them with each layer, and
+    `weights` takes its choice, `auto` (beside the model, or shipped) or a file. `none` leaves it to `second`.
 
     Rows that read less than everything leave keys and values that dense attention would not have left. After every
     `every` tokens those of them are computed again in one pass with the next token's row, all of which read everything:
@@ -48,6 +51,7 @@ class Tidal(Method):
     dense: int = 2
     second: int = 0
     every: int = 32
+    weights: str = "none"
 
     paper: ClassVar[str] = "arXiv 2410.05076"
     guarantee: ClassVar[str] = "lossy"
@@ -62,6 +66,8 @@ class Tidal(Method):
                 raise UserError(f"tidal: {name}={getattr(self, name)} must be at least {least}")
         if self.every == 1:
             raise UserError("tidal: every=1 computes each row twice at once: say 2 or more, or 0 for never")
+        if self.weights != "none" and self.second:
+            raise UserError(f"tidal: weights={self.weights} chooses the layer that second={self.second} names: say one")
         if 0 < self.second <= self.dense:
             raise UserError(
                 f"tidal: second={self.second} must lie behind the layer that picks first, dense={self.dense}; or say 0 "
@@ -81,12 +87,37 @@ class Tidal(Method):
             )
         return found
 
+    def candidates(self, layers: int) -> range:
+        """The layers that may pick again, of a model with so many: one is left to read less."""
+        return range(self.dense + 1, layers - 1)
+
+    def artefact(self, config: ModelConfig) -> Artefact:
+        """What was found of needles with each layer picking again, summed over these; 0 where it cannot."""
+        knobs: dict[str, int | float | str] = {"dense": self.dense}
+        without = "say weights=none for two fifths of the depth, or second=LAYER"
+        return Artefact("attend.tidal", {"found": (config.layers,)}, knobs, without)
+
+    def chosen(self, host: Host) -> Tidal:
+        """Returns the method with the layer that `weights` says picks again."""
+        layers = host.model.config.layers
+        if self.weights == "none" or not self.candidates(layers):
+            return replace(self, weights="none")
+        return self.best(host.artefact(self.artefact(host.model.config), self.weights)["found"].tolist())
+
+    def best(self, found: Sequence[float]) -> Tidal:
+        """Returns the method with the layer that finds most of the needles, of equal ones that nearest to two fifths of
+        the depth."""
+        layers = len(found)
+        second = max(self.candidates(layers), key=lambda at: (found[at], -abs(at - PLACE * layers)))
+        return replace(self, weights="none", second=second)
+
     @property
     def traits(self) -> Traits:
         return Traits("attend", own_attention=True, phases=("decode",), recomputes=self.every > 0)
 
     def bind(self, host: Host) -> Picker:
-        return Picker(self, self.choosing(host.model.config.layers))
+        one = self.chosen(host)
+        return Picker(one, one.choosing(host.model.config.layers))
 
 
 class Picker(Attend):

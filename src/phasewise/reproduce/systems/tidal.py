@@ -12,10 +12,11 @@ from phasewise.bench.picks import overlaps
 from phasewise.bench.stats import means
 from phasewise.engine.engine import Engine
 from phasewise.methods.attend.tidal import Tidal
+from phasewise.model.artefacts import load
 from phasewise.reproduce import loads
 from phasewise.reproduce.answers import losses
 from phasewise.reproduce.lab import Lab
-from phasewise.reproduce.panel import MIDDLE, long_texts
+from phasewise.reproduce.panel import long_texts
 from phasewise.reproduce.play import PlayedRun
 from phasewise.reproduce.selected import RandomPicks
 from phasewise.reproduce.system import (
@@ -33,10 +34,9 @@ from phasewise.reproduce.system import (
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 
-METHOD = Tidal(k=128, second=5, every=16)
+METHOD = Tidal(k=128, every=16, weights="auto")
 SHARE = 8  # a part of so many of a text's rows is picked, whatever is judged or timed
-STRANGERS = 14  # the layer of smollm2's thirty that picks again: by needles on other examples 5 of 6, layer 12 none
-KNOBS = f"k={METHOD.k},second={METHOD.second}"
+KNOBS = f"k={METHOD.k},weights=auto"
 ON = Setting({"attend": f"tidal:{KNOBS},every={METHOD.every}"})
 NEVER = Setting({"attend": f"tidal:{KNOBS},every=0"})
 NEW = 40
@@ -46,13 +46,11 @@ CODE = Quality(("code",), allowed=WITHIN, examples=8, window=640)
 
 
 def sized(tokens: int) -> Tidal:
-    second = METHOD.second if tokens > MIDDLE else STRANGERS  # shorter texts are smollm2's
-    return replace(METHOD, k=tokens // SHARE, second=second)
+    return replace(METHOD, k=tokens // SHARE)
 
 
-def chosen(tokens: int) -> Setting:
-    of = sized(tokens)
-    return Setting({"attend": f"tidal:k={of.k},second={of.second},every={of.every}"})
+def chosen(tokens: int, which: str = "weights=auto") -> Setting:
+    return Setting({"attend": f"tidal:k={sized(tokens).k},{which},every={METHOD.every}"})
 
 
 def drawn(tokens: int) -> Setting:
@@ -80,7 +78,8 @@ def overlap(lab: Lab) -> AttemptOutcome:
     """On a text of 1,024 tokens: how much of each late layer's own choice the layers that pick have found."""
     model = lab.model("pocket", "float32")
     shared = overlaps(model, [lab.asked("pocket").code(1024)], METHOD.k)
-    choosing = METHOD.choosing(model.config.layers)
+    found = load(model, METHOD.artefact(model.config), "auto")["found"].tolist()
+    choosing = METHOD.best(found).choosing(model.config.layers)
     late = range(choosing[-1] + 1, model.config.layers)
     first, second = (statistics.fmean(float(shared[a, b]) for b in late) for a in choosing)
     chance = METHOD.k / (1024 - 32)
@@ -160,8 +159,8 @@ SYSTEM = System(
                 model="pocket"),
     ),
     timings=(Timing("time per token at 8,192 tokens (8 layers x 512, random weights)", 1.0, model="random-dense",
-                    tokens=8192, settings={"method": chosen(8192)}),),
+                    tokens=8192, settings={"method": chosen(8192, "weights=random:0")}),),
     note="With correction a token costs two rows of the model: passes of many rows read the weights once. The layer "
-    "that picks again was chosen as the paper does, by a needle test on other examples (scripts/tidal_layers.py "
-    "--needle 48): layer 5 of 8 finds 44, the default, layer 3, 40, and layer 6 no more than 15.",
+    "that picks again was chosen as the paper does, by needles on other examples (`phasewise train artefact "
+    "attend.tidal`): layer 5 of the pocket model's 8, where the default is layer 3.",
 )  # fmt: skip
