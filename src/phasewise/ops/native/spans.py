@@ -95,9 +95,12 @@ class Side(NamedTuple):
                 struct.point(name, plane)
             struct.apart_head, struct.aparts = self.apart[0].stride(0), self.apart[0].shape[-1]
         if self.rest is not None:
-            for name, plane in zip(("upper", "scale", "rest", "rest_step", "rest_low"), self.rest[:5]):
-                if plane is not None:
-                    struct.point(name, plane)
+            rest = self.rest
+            planes = {"upper": rest.upper, "rest": rest.levels, "rest_step": rest.step, "rest_low": rest.low}
+            if rest.scale is not None:
+                planes["scale"] = rest.scale
+            for name, plane in planes.items():
+                struct.point(name, plane)
             struct.rest_bits, struct.rest_rows = self.rest.bits, self.rest.levels.shape[-2]
         return struct
 
