@@ -15,7 +15,7 @@ from torch import Tensor
 
 from phasewise.bench.scripted import GOLDEN
 from phasewise.errors import UserError
-from phasewise.methods.draft._desk import Desk, Guesses, Order
+from phasewise.methods.draft._desk import Desk, Guessed, Order
 from phasewise.methods.draft._seat import Answers, Inline, Seat
 from phasewise.methods.draft.pearl import PEARL, _Pearl
 from phasewise.methods.sample.standard import Standard
@@ -60,7 +60,7 @@ class Scripted(Seat):
     def _next(self) -> tuple[Answers, int]:
         orders = self.queue.popleft()
         self.asked += sum(order.guesses for order in orders)
-        return {order.key: Guesses(self.guesses(order)) for order in orders}, 0
+        return {order.key: Guessed(self.guesses(order)) for order in orders}, 0
 
     def guesses(self, order: Order) -> list[int]:
         places = range(len(order.tokens), len(order.tokens) + order.guesses)
@@ -329,8 +329,8 @@ def plant(name: str, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(loop, "_with", lambda draft, late: replace(real(draft, late), q=torch.cat((
             *([] if draft.q is None else [draft.q]), torch.full_like(late.q, 1e-9)))))  # fmt: skip
     else:
-        real_then = Guesses.then
-        patch.setattr(Guesses, "then", lambda self, more: replace(
+        real_then = Guessed.then
+        patch.setattr(Guessed, "then", lambda self, more: replace(
             each := real_then(self, more), q=None if each.q is None else each.q.roll(1, 0)))  # fmt: skip
 
 

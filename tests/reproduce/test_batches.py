@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phasewise.bench.fitting import Fitted
+from phasewise.bench.fitting import FullBatch
 from phasewise.reproduce import batches
 from phasewise.reproduce.lab import Lab, Scale
 from phasewise.reproduce.system import Setting
@@ -22,11 +22,11 @@ def test_a_saver_of_half_the_bytes_fits_more_and_dense_fits_what_the_budget_hold
 
 
 def test_throughput_is_paired_by_round_and_rounds_without_both_are_left_out() -> None:
-    dense = Fitted(4, 0, 1.0)  # 4 tokens a second
+    dense = FullBatch(4, 0, 1.0)  # 4 tokens a second
     rounds = [
-        {"method": Fitted(8, 0, 1.0), "dense": dense},
-        {"method": Fitted(8, 0, None), "dense": dense},
-        {"method": Fitted(8, 0, 0.5), "dense": dense},
+        {"method": FullBatch(8, 0, 1.0), "dense": dense},
+        {"method": FullBatch(8, 0, None), "dense": dense},
+        {"method": FullBatch(8, 0, 0.5), "dense": dense},
     ]
     gain = batches.throughput(rounds)
     assert gain is not None and gain.n == 2

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phasewise.errors import UserError
-from phasewise.methods.schedule.splitwise import Splitwise
+from phasewise.methods.schedule.splitwise import SplitwiseMachine
 from tests.schedule.jobs import Job, bound, decoding, rows, simulate
 
 
@@ -18,9 +18,9 @@ def test_a_scripted_step() -> None:
     """Budget 10: six rows of prompts leave four for five decodes, then five prompts in turn leave none."""
     decodes = [decoding(name) for name in "ABCDE"]
     jobs = [*decodes, Job("P", 6, 99)]
-    history = [rows(step) for step in simulate(Splitwise(budget=10), jobs, steps=1)]
+    history = [rows(step) for step in simulate(SplitwiseMachine(budget=10), jobs, steps=1)]
     assert history == [{"P": 6, "A": 1, "B": 1, "C": 1, "D": 1}]
-    plan = bound(Splitwise(budget=10, preemptions=2)).plan
+    plan = bound(SplitwiseMachine(budget=10, preemptions=2)).plan
     long = [Job(name, 10, 99) for name in "PQRS"]
     seen = []
     for prompt in long:
@@ -30,14 +30,14 @@ def test_a_scripted_step() -> None:
 
 
 def test_who_was_preempted_more_often_goes_first() -> None:
-    plan = bound(Splitwise(budget=10)).plan
+    plan = bound(SplitwiseMachine(budget=10)).plan
     a, b = decoding("A"), decoding("B")
     assert [work.job.name for work in plan([b, Job("P", 10)], 0.0)] == ["P"]
     assert [work.job.name for work in plan([a, b, Job("Q", 9)], 0.0)] == ["Q", "B"]
 
 
 def test_prompts_are_batched_whole_and_in_order() -> None:
-    plan = bound(Splitwise(budget=10)).plan
+    plan = bound(SplitwiseMachine(budget=10)).plan
     jobs = [Job("P", 4), Job("Q", 7), Job("R", 2)]
     assert [(work.job.name, work.rows) for work in plan(jobs, 0.0)] == [("P", 4)], "nobody overtakes"
     assert [(work.job.name, work.rows) for work in plan([Job("L", 99), *jobs], 0.0)] == [("L", 99)]
@@ -64,7 +64,7 @@ def test_nobody_is_preempted_more_often_than_allowed(shapes: Any, budget: int, m
             assert sum(got.values()) <= max(budget, must)
         preempted.update(out)
 
-    simulate(Splitwise(budget=budget, preemptions=most), jobs, watch=watch)
+    simulate(SplitwiseMachine(budget=budget, preemptions=most), jobs, watch=watch)
     assert all(job.done for job in jobs)
     assert max(preempted.values(), default=0) <= most
 
@@ -72,4 +72,4 @@ def test_nobody_is_preempted_more_often_than_allowed(shapes: Any, budget: int, m
 def test_mistakes_are_named() -> None:
     for knobs in ({"budget": 0}, {"preemptions": -1}):
         with pytest.raises(UserError, match="must be at least"):
-            Splitwise(**knobs)
+            SplitwiseMachine(**knobs)

@@ -17,7 +17,7 @@ from phasewise.request.request import Request
 
 
 @dataclass(frozen=True)
-class Fitted:
+class FullBatch:
     """`most`: the most requests that decoded in one step; `preemptions`: how often one was preempted; `seconds`: of a
     step in which so many decoded and no prompt was read, the median; None if there was no such step."""
 
@@ -31,7 +31,7 @@ class Fitted:
 
 
 @torch.inference_mode()
-def fitting(engine: Engine, prompts: Sequence[Sequence[int]], new: int) -> Fitted:
+def fitting(engine: Engine, prompts: Sequence[Sequence[int]], new: int) -> FullBatch:
     """Offers all prompts at once, each followed by `new` tokens. Raises UserError if a request fails."""
     requests = [Request(prompt, Params(max_tokens=new, ignore_eos=True)) for prompt in prompts]
     for request in requests:
@@ -50,4 +50,4 @@ def fitting(engine: Engine, prompts: Sequence[Sequence[int]], new: int) -> Fitte
     if bad is not None:
         raise UserError(f"a request failed: {bad.reason}")
     full = [took for count, took in steps if count == most]
-    return Fitted(most, engine.counters.preemptions, statistics.median(full) if full else None)
+    return FullBatch(most, engine.counters.preemptions, statistics.median(full) if full else None)

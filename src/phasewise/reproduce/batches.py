@@ -6,7 +6,7 @@ from __future__ import annotations
 from functools import partial
 
 from phasewise.bench.drive import Bench
-from phasewise.bench.fitting import Fitted, fitting
+from phasewise.bench.fitting import FullBatch, fitting
 from phasewise.bench.rounds import Ratio, order, ratio
 from phasewise.bench.savers import PROMPTS_FIRST
 from phasewise.engine.engine import Engine
@@ -26,7 +26,7 @@ def engine_of(bench: Bench, setting: Setting, budget: int, most: int) -> Engine:
     return found
 
 
-def beside(lab: Lab, setting: Setting, rounds: int) -> list[dict[str, Fitted]]:
+def beside(lab: Lab, setting: Setting, rounds: int) -> list[dict[str, FullBatch]]:
     """Per round what the method and dense decoding fit, both with the same prompts and budget, in rotating order."""
     bench = Bench(lab.model("pocket"))
     who = {"method": setting, "dense": Setting()}
@@ -58,7 +58,7 @@ def faster(lab: Lab, setting: Setting) -> AttemptOutcome:
     return AttemptOutcome(gain.low > 1, f"{gain} times in {gain.n} rounds")
 
 
-def throughput(rounds: list[dict[str, Fitted]]) -> Ratio | None:
+def throughput(rounds: list[dict[str, FullBatch]]) -> Ratio | None:
     """Tokens per second of the method's largest batch over those of dense's, paired by round."""
     made = {
         name: {n: speed for n, one in enumerate(rounds) if (speed := one[name].tokens_per_s) is not None}

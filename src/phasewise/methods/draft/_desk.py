@@ -40,21 +40,21 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Guesses:
+class Guessed:
     """Tokens that may follow a text, and what each was drawn from, float32 [tokens, V]; None: that is not told."""
 
     tokens: list[int] = field(default_factory=list)
     q: Tensor | None = None
 
-    def then(self, more: Guesses) -> Guesses:
+    def then(self, more: Guessed) -> Guessed:
         """These, and `more` behind them. Without either's q there is none."""
         if not self.tokens or not more.tokens:
             return self if self.tokens else more
         q = None if self.q is None or more.q is None else torch.cat((self.q, more.q))
-        return Guesses(self.tokens + more.tokens, q)
+        return Guessed(self.tokens + more.tokens, q)
 
-    def part(self, start: int, end: int | None = None) -> Guesses:
-        return Guesses(self.tokens[start:end], None if self.q is None else self.q[start:end])
+    def part(self, start: int, end: int | None = None) -> Guessed:
+        return Guessed(self.tokens[start:end], None if self.q is None else self.q[start:end])
 
 
 class Desk:
@@ -84,7 +84,7 @@ class Desk:
         """Bytes of KV."""
         return self.companion.store.ledger.used
 
-    def work(self, orders: Sequence[Order]) -> list[Guesses]:
+    def work(self, orders: Sequence[Order]) -> list[Guessed]:
         """Returns the guesses of each order."""
         with torch.inference_mode():
             texts = [self._text(order) for order in orders]
@@ -97,7 +97,7 @@ class Desk:
             rows: list[list[Tensor]] = [[] for _ in orders]
             for level in range(most):
                 self._level([i for i in asked if orders[i].guesses > level], texts, guesses, rows)
-        return [Guesses(own, torch.stack(q) if q else None) for own, q in zip(guesses, rows)]
+        return [Guessed(own, torch.stack(q) if q else None) for own, q in zip(guesses, rows)]
 
     def _level(
         self,

@@ -21,14 +21,14 @@ import numpy as np
 import torch
 
 from phasewise.child import Channel, Child, name_process
-from phasewise.methods.draft._desk import Desk, Guesses, Order
+from phasewise.methods.draft._desk import Desk, Guessed, Order
 from phasewise.model.model import Model
 from phasewise.speculation.companion import common
 
 log = logging.getLogger(__name__)
 LIVES = 3  # processes that may die one after the other without an answer
 LOADING, SILENT = 600.0, 60.0  # seconds without a word, before its first one and later, after which it counts as dead
-Answers = dict[int, Guesses]  # by key
+Answers = dict[int, Guessed]  # by key
 
 
 class Seat(ABC):
@@ -45,14 +45,14 @@ class Seat(ABC):
         if orders:
             self._post(orders)
 
-    def hear(self, key: int) -> Guesses:
+    def hear(self, key: int) -> Guessed:
         """The guesses of the order that is out, when they are there; none without an order, or without a desk."""
         while key in self._awaited:
             answers, passes = self._next()
             heard = [each for each in answers if self._awaited.pop(each, None) is not None]
             self._answers |= {each: answers[each] for each in heard}
             self.passes += passes if heard else 0
-        return self._answers.pop(key, Guesses())
+        return self._answers.pop(key, Guessed())
 
     def forget(self, key: int) -> None:
         self._awaited.pop(key, None)
@@ -97,7 +97,7 @@ class Inline(Seat):
             found = self.desk.work(message)
         except Exception:  # as when the process dies of it: no guesses
             log.exception("the draft model failed, and guesses nothing for this step")
-            found = [Guesses() for _ in message]
+            found = [Guessed() for _ in message]
         return {order.key: guesses for order, guesses in zip(message, found)}, self.desk.passes - before
 
     def _forget(self, key: int) -> None:
@@ -215,16 +215,16 @@ def _dismiss(children: list[Child]) -> None:
 
 
 # ---- guesses in a message: their tokens, and the bytes of their q
-def _written(guesses: Guesses) -> tuple[list[int], str]:
+def _written(guesses: Guessed) -> tuple[list[int], str]:
     q = b"" if guesses.q is None else guesses.q.float().cpu().numpy().tobytes()
     return guesses.tokens, base64.b64encode(q).decode()
 
 
-def _read(tokens: list[int], q: str) -> Guesses:
+def _read(tokens: list[int], q: str) -> Guessed:
     if not q:
-        return Guesses(tokens)
+        return Guessed(tokens)
     rows = np.frombuffer(bytearray(base64.b64decode(q)), np.float32)
-    return Guesses(tokens, torch.from_numpy(rows).view(len(tokens), -1))
+    return Guessed(tokens, torch.from_numpy(rows).view(len(tokens), -1))
 
 
 # ---- in the process

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from phasewise import catalog
 from phasewise.errors import UserError
-from phasewise.methods.draft._desk import Desk, Guesses, Order
+from phasewise.methods.draft._desk import Desk, Guessed, Order
 from phasewise.methods.draft._seat import Furniture, Inline, Process, Seat
 from phasewise.model.model import Model
 from phasewise.request.drawer import Drawer
@@ -116,11 +116,11 @@ class _Line(Drawer):
     about: dict[str, Any] = field(default_factory=dict)
     known: int = 0
     read: int = 0  # tokens that the draft model has been told of
-    stream: Guesses = field(default_factory=Guesses)
+    stream: Guessed = field(default_factory=Guessed)
     proposed: int = 0  # of the stream, in this round
-    heard: Guesses | None = None  # what has come to go on with the stream, if it was asked for before the round's end
+    heard: Guessed | None = None  # what has come to go on with the stream, if it was asked for before the round's end
 
-    def hear(self) -> Guesses:
+    def hear(self) -> Guessed:
         """What has come to go on with the stream; waits for it."""
         if self.heard is None:
             self.heard = self.seat.hear(self.key)
@@ -129,7 +129,7 @@ class _Line(Drawer):
     def follow(self, tokens: Sequence[int]) -> None:
         """The request has these tokens now: a new round begins."""
         new, expected = list(tokens[self.known :]), self.stream.then(self.hear())
-        self.stream = expected.part(len(new)) if expected.tokens[: len(new)] == new else Guesses()
+        self.stream = expected.part(len(new)) if expected.tokens[: len(new)] == new else Guessed()
         self.known, self.heard = len(tokens), None
 
     def order(self, request: Request, knobs: PEARL, context: int) -> Order | None:
@@ -211,7 +211,7 @@ class _Pearl(Drafter):
         return line
 
 
-def _chain(guesses: Guesses) -> Draft:
+def _chain(guesses: Guessed) -> Draft:
     if guesses.q is None:
         return Draft.chain(guesses.tokens)
     return Draft.chain(guesses.tokens, "without_replacement", guesses.q)

@@ -13,7 +13,7 @@ from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class Splitwise(Method):
+class SplitwiseMachine(Method):
     """What each of the paper's machines does with its queue; goes with `place=splitwise` and with any other placement.
 
     A prompt machine batches whole prompts, first come first served, up to `budget` rows a step. A token machine runs
