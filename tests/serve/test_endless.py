@@ -57,5 +57,5 @@ def test_clients_learn_how_far_each_recipe_goes(endless: Server) -> None:
 
 def test_recipes_that_carry_no_such_text_refuse_it(endless: Server) -> None:
     with endless.client() as client, pytest.raises(openai.BadRequestError, match=f"context is {CONTEXT} tokens") as no:
-        client.completions.create(model="tiny@dense", prompt="the quick", max_tokens=CONTEXT)
+        client.completions.create(model="tiny@dense", prompt=[5] * CONTEXT, max_tokens=1)
     assert no.value.code == "context_length_exceeded"

@@ -165,11 +165,14 @@ def test_unknown_models_routes_and_methods(server: Server) -> None:
 
 
 def test_what_exceeds_the_context(server: Server) -> None:
-    for fields in ({"prompt": [5] * CONTEXT}, {"prompt": [5] * 10, "max_tokens": CONTEXT - 9}):
+    for fields in ({"prompt": [5] * CONTEXT}, {"prompt": [5] * 10, "max_tokens": CONTEXT, "min_tokens": CONTEXT - 9}):
         error = failure(server.post(COMPLETE, fields), 400)
         assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
         assert str(CONTEXT) in error["message"]
-    assert server.post(COMPLETE, {"prompt": [5] * (CONTEXT - 16)}).status_code == 200
+    for more in ({}, {"max_tokens": 9000}, {"max_tokens": -1}, {"min_tokens": 3}):  # such answers end with the context
+        body = {"prompt": [5] * (CONTEXT - 3), "ignore_eos": True, **more}
+        answer = server.post(COMPLETE, body).json()
+        assert (answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]) == (3, "length")
 
 
 def test_token_ids_outside_the_vocabulary(server: Server) -> None:

@@ -29,7 +29,7 @@ from phasewise.serve.completions.answer import Answer, GenerationRequest, Logpro
 from phasewise.serve.completions.conversation import ChatRenderer, Prompt
 from phasewise.serve.completions.conversation_index import ConversationIndex
 from phasewise.serve.completions.infill import Infill
-from phasewise.serve.completions.schema import Ask, ChatAsk, CompletionAsk, read
+from phasewise.serve.completions.schema import AS_MANY_AS_FIT, Ask, ChatAsk, CompletionAsk, read
 from phasewise.serve.completions.stream import Bodies, EventStream, Writer
 from phasewise.serve.completions.wire import CHAT, COMPLETION, AnswerWriter, EndpointFormat
 from phasewise.serve.failures import ApiError, api_error, error_response, json_response, without_paths
@@ -302,18 +302,23 @@ class Service:
         if ask.exact and self.llm.lossy[recipe]:
             self._refuse_lossy(recipe)
         longest = max(map(len, prompts))
-        if longest >= context or (asked is not None and longest + asked > context):
+        least = ask.min_tokens or 0
+        if longest >= context or longest + least > context:
             raise ApiError(
                 400,
                 f"the model's context is {context} tokens, but this asks for {longest} of prompt"
-                + ("" if asked is None else f" and {asked} of output") + ": shorten one of them",
+                + (f" and at least {least} of output" if least else "") + ": shorten it",
                 param, "context_length_exceeded",
             )  # fmt: skip
+        room = context - longest
+        cut = asked is not None and asked > room  # such an answer ends with the context
+        if cut:
+            params = replace(params, max_tokens=room)
         self._check_tokens("logit_bias", params.logit_bias)
         self._check_tokens("stop_token_ids", params.stop_tokens)
         self._check_tokens("allowed_token_ids", params.allowed_token_ids or ())
         own = self.llm.model.config.max_positions
-        if asked is None and context > own:  # such an answer ends with the context, or is one long
+        if asked in (None, AS_MANY_AS_FIT) and context > own:  # such an answer ends with the context, or is one long
             fits = own - longest if longest < own else own
             params = replace(params, max_tokens=min(params.max_tokens, fits))
         params = self._going_on(ask, params, recipe)
@@ -325,7 +330,10 @@ class Service:
             prompts, params, samples, ask.stop or (), leads, told, bool(ask.stream), slo, recipe, best, ask.timeout
         )
         exchange = CURRENT.get()
-        return order if exchange is None else exchange.within(order, ask.stated(), param)
+        order = order if exchange is None else exchange.within(order, ask.stated(), param)
+        if cut and order.params.max_tokens == room:  # as many as fit, in the KV budget too
+            order = replace(order, params=replace(order.params, max_tokens=AS_MANY_AS_FIT))
+        return order
 
     def _refuse_lossy(self, recipe: str) -> NoReturn:
         others = [name for name, own in self.names.items() if not self.llm.lossy[own]]

@@ -118,8 +118,10 @@ def test_tokens_are_counted_before(hermes: Server) -> None:
 def test_thinking_can_be_left_out(thinking: Server) -> None:
     body = asked("<think>a</think>b")
     assert told(client(thinking).messages.create(**body, thinking={"type": "disabled"}))
-    with pytest.raises(anthropic.BadRequestError, match="budget"):
-        client(thinking).messages.create(**body, thinking={"type": "enabled", "budget_tokens": 1024})
+    with pytest.raises(anthropic.BadRequestError, match="budget of 100 tokens cannot be held"):
+        client(thinking).messages.create(**body, thinking={"type": "enabled", "budget_tokens": 100})
+    bound = {"type": "enabled", "budget_tokens": 199}  # of 200: what is left holds no answer
+    assert told(client(thinking).messages.create(**body, thinking=bound))[0]["thinking"] == "a"
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -129,7 +131,19 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "robot", "content": "a"}]}, "messages.0"),
     ({"tools": [WEATHER | {"input_examples": [{}]}]}, "input_examples"),
-    ({"messages": [{"role": "assistant", "content": "a"}]}, "continuing"),
+    ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]}, "continued"),
+    ({"thinking": {"type": "enabled"}}, "budget_tokens"),
+    ({"context_management": {"edits": [{"type": "other"}]}}, "context_management"),
+    ({"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "some"}]}}, "keep"),
+    (
+        {
+            "context_management": {
+                "edits": [{"type": "clear_tool_uses_20250919", "trigger": {"type": "input_tokens", "value": 100}}]
+            }
+        },
+        "beyond 100 tokens",
+    ),
+    ({"context_management": {"edits": [{"type": "compact_20260112", "trigger": {"type": "tool_uses"}}]}}, "beyond 0"),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0"),
     ({"messages": [{"role": "user", "content": 3}]}, "messages.0"),
     ({"system": [{"type": "image"}]}, "system"),
@@ -139,7 +153,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [WEATHER], "tool_choice": {"type": "sometimes"}}, "tool_choice"),
     ({"thinking": {"type": "hard"}}, "thinking"),
     ({"mcp_servers": [{}]}, "mcp_servers"),
-    ({"output_config": {"effort": "low"}}, "output_config"),
+    ({"output_config": {"effort": "hard"}}, "output_config"),
+    ({"output_config": {"task_budget": {}}}, "task_budget"),
+    ({"output_config": {"format": {"type": "xml"}}}, "format"),
 ]
 
 

@@ -72,6 +72,8 @@ class ChatRenderer:
             raise ApiError(400, str(error), param) from error
         tags = self.shown.tags
         opened = tags is not None and text.rstrip().endswith(tags.open)
+        _check_budget(ask, tags is not None, self._llm.template.sources)
+        closed = opened and ask.silent() and not must  # by what the prompt ends with: there is no reasoning to hold
         format = self.shown.format if tools else None
         words = [*(format.tokens if format else ()), *((tags.open, tags.close) if tags else ())]
         special = self._llm.tokenizer.special_ids
@@ -84,16 +86,16 @@ class ChatRenderer:
         if format is not None and not must and answer is not None and answer.field == OPENAI:
             asks = calls_beside(tools, format, self.shown.opening, spell, single)
         elif strict(tools) and format is not None and not must:
-            asks = optional(tools, format, self.shown.opening, spell, tags, opened)
+            asks = optional(tools, format, self.shown.opening, spell, None if closed else tags, opened)
         reason = None if asks is None else why(asks)
         if reason is not None:
             _refuse(tools, reason, why)
         exact = answer is not None and blanks_may_come_first(answer.ask)
         if answer is not None and not must:
-            reasons = tags if tags is not None and not text.rstrip().endswith(tags.close) else None
+            reasons = tags if tags is not None and not closed and not text.rstrip().endswith(tags.close) else None
             if reasons is not None or asks is not None:
                 asks = around(reasons, opened, not exact, asks, spell)
-        if must and tags is not None and opened:
+        if tags is not None and ((must and opened) or closed):
             lead = f"\n{tags.close}\n\n{lead}"
         ids = self._llm.tokenizer.encode(text + lead, add_special=False)
         goes_on = bool(ask.continue_final_message or lead or (must and asks) or ask.structure())
@@ -136,6 +138,20 @@ class ChatRenderer:
             raise ApiError(400, "this model's chat template writes tool calls in a format that is not known here: "
                            f"leave tools out, or serve it with --tool-format ({', '.join(TOOL_FORMATS[2:])})",
                            "tools", "unsupported_parameter")  # fmt: skip
+
+
+def _check_budget(ask: ChatAsk, reasons: bool, sources: Mapping[str, str]) -> None:
+    """Raise ApiError for a bound on reasoning that could change the answer: nothing counts the tokens of reasoning.
+
+    It cannot where the model does not reason, where the template tells it the budget, where there is to be no
+    reasoning at all, and where the answer may have hardly more tokens than the budget.
+    """
+    budget, limit = ask.thinking_token_budget, ask.limit()
+    told = any("thinking_budget" in text for text in sources.values())
+    if not budget or not reasons or told or (limit is not None and limit <= budget + 1):
+        return
+    raise ApiError(400, f"a thinking budget of {budget} tokens cannot be held with this model: leave it out, or give "
+                   "it all of the answer's tokens", "thinking_token_budget", "unsupported_parameter")  # fmt: skip
 
 
 def _check_both(answer: Wanted, tools: Sequence[Mapping[str, Any]], must: Sequence[Mapping[str, Any]]) -> None:

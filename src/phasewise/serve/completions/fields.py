@@ -31,9 +31,9 @@ COMPLETION_REFUSED: Harmless = {**_BOTH, "prompt_embeds": ()}
 CHAT_REFUSED: Harmless = {
     **_BOTH,
     "functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],), "audio": (),
-    "web_search_options": (), "reasoning_effort": (), "verbosity": (), "documents": ([],),
+    "web_search_options": (), "documents": ([],),
     "echo": (False,), "best_of": (1,), "add_special_tokens": (False,), "include_reasoning": (True,),
-    "mm_processor_kwargs": ({},), "media_io_kwargs": ({},), "thinking_token_budget": (), "moderation": (),
+    "mm_processor_kwargs": ({},), "media_io_kwargs": ({},), "moderation": (),
 }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from phasewise.model.sandbox import LONGEST
 from phasewise.request.params import SLO, Params
@@ -23,7 +23,16 @@ COMPLETION_TOKENS = 16  # OpenAI's default for completions
 MOST_STOPS = 16
 MOST_LOGPROBS = 20  # of the likeliest tokens, beside each token's own
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # of reasoning, in all three APIs
+
+
+def _unlimited(value: Any) -> Any:
+    """-1 is how llama.cpp's and LM Studio's clients say that an answer has no limit of its own."""
+    return AS_MANY_AS_FIT if type(value) is int and value == -1 else value
+
+
 Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Output = Annotated[int, BeforeValidator(_unlimited), Field(ge=1, le=AS_MANY_AS_FIT, description="-1: as many as fit")]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Top = Annotated[int, Field(ge=0, le=MOST_LOGPROBS)]
 Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -53,7 +62,7 @@ class Ask(BaseModel):
         None, description="a string, or a list of strings", json_schema_extra={"anyOf": [_TEXT, _list(_TEXT), _NULL]}
     )
     seed: Int | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=AS_MANY_AS_FIT)] | None = None
+    max_tokens: Output | None = None
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     presence_penalty: Penalty | None = None
@@ -145,7 +154,8 @@ class Ask(BaseModel):
 
     def stated(self) -> int | None:
         """The same, as far as the client has said so itself."""
-        return self.limit()
+        limit = self.limit()
+        return None if limit == AS_MANY_AS_FIT else limit
 
     def samples(self) -> int:
         """The number of samples of each prompt, of which the likeliest `n` are told."""
@@ -217,7 +227,7 @@ class CompletionAsk(Ask):
     )
     suffix: str | None = Field(None, description="what comes after the text that is filled in (infill.py)")
     echo: bool | None = None
-    max_tokens: Annotated[int, Field(ge=0, le=AS_MANY_AS_FIT)] | None = None
+    max_tokens: Annotated[int, BeforeValidator(_unlimited), Field(ge=0, le=AS_MANY_AS_FIT)] | None = None
     logprobs: Top | None = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
     add_special_tokens: bool | None = None
@@ -253,7 +263,7 @@ class CompletionAsk(Ask):
         return COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
     def stated(self) -> int | None:
-        return self.max_tokens
+        return None if self.max_tokens == AS_MANY_AS_FIT else self.max_tokens
 
     def told(self) -> int | None:
         return self.logprobs
@@ -268,7 +278,7 @@ class ChatAsk(Ask):
 
     refused = CHAT_REFUSED
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1, le=AS_MANY_AS_FIT)] | None = None
+    max_completion_tokens: Output | None = None
     chat_template: Annotated[str, Field(max_length=LONGEST)] | None = Field(
         None, description="instead of the model's own, where the server allows it"
     )
@@ -280,6 +290,13 @@ class ChatAsk(Ask):
     top_logprobs: Top | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    reasoning_effort: Effort | None = Field(
+        None, description="none: no reasoning, where the template can leave it out; others reach the template"
+    )
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="reaches the template")
+    thinking_token_budget: Annotated[int, Field(ge=0, le=AS_MANY_AS_FIT)] | None = Field(
+        None, description="the most tokens of reasoning; refused where it would have to be held and cannot be"
+    )
 
     @model_validator(mode="after")
     def _top(self) -> Self:
@@ -292,14 +309,25 @@ class ChatAsk(Ask):
 
     def variables(self) -> dict[str, Any]:
         """For the chat template."""
+        hints = {
+            "reasoning_effort": self.reasoning_effort,
+            "verbosity": self.verbosity,
+            "thinking_budget": self.thinking_token_budget,
+            "enable_thinking": False if self.silent() else None,
+        }
         own = {
             "add_generation_prompt": self.add_generation_prompt,
             "continue_final_message": self.continue_final_message,
         }
         return {
+            **{name: value for name, value in hints.items() if value is not None},
             **(self.chat_template_kwargs or {}),
             **{name: value for name, value in own.items() if value is not None},
         }
+
+    def silent(self) -> bool:
+        """True if the answer is to come without reasoning."""
+        return self.reasoning_effort == "none" or self.thinking_token_budget == 0
 
     @field_validator("messages")
     @classmethod

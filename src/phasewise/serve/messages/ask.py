@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Annotated, Any, Self
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from phasewise.serve.completions.fields import among, check
-from phasewise.serve.completions.schema import AS_MANY_AS_FIT, ChatAsk, in_parts, read
+from phasewise.serve.completions.schema import AS_MANY_AS_FIT, ChatAsk, Effort, in_parts, read
 from phasewise.serve.failures import ApiError
 
 # Fields that are not supported, each with the values that ask for nothing; null always asks for nothing.
 REFUSED: dict[str, tuple[object, ...]] = {
-    "mcp_servers": ([],), "container": (), "context_management": (), "output_config": ({},), "output_format": (),
-    "speed": ("standard",), "fallbacks": ([],),
+    "mcp_servers": ([],), "container": (), "speed": ("standard",), "fallbacks": ([],),
 }  # fmt: skip
 TOOL_REFUSED: dict[str, tuple[object, ...]] = {
     "defer_loading": (False,), "input_examples": ([],), "allowed_callers": (["direct"], []),
 }  # fmt: skip
-HARMLESS = frozenset({"metadata", "service_tier", "cache_control", "user_profile_id"})
+HARMLESS = frozenset({"metadata", "service_tier", "cache_control", "user_profile_id", "betas"})
+CLEAR_THINKING = "clear_thinking_20251015"
+TRIGGERS = {"clear_tool_uses_20250919": 100_000, "compact_20260112": 150_000}  # edits, and where they begin if unsaid
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
@@ -39,6 +40,9 @@ class CountAsk(BaseModel):
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
+    context_management: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = Field(None, description="the older name of output_config.format")
 
     @model_validator(mode="after")
     def _supported(self) -> Self:
@@ -53,16 +57,30 @@ class CountAsk(BaseModel):
         messages = [] if self.system is None else [{"role": "system", "content": _content(self.system, "system")}]
         for i, message in enumerate(self.messages):
             messages += _messages(message, f"messages.{i}")
+        forget(messages, _edits(self.context_management))
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "messages": messages,
+            "max_tokens": 1,
+        }  # what is counted needs none
         if messages[-1]["role"] == "assistant":
-            raise ApiError(400, "the last message is the assistant's: continuing one is not supported", "messages")
-        fields: dict[str, Any] = {"model": self.model, "messages": messages}
+            if "tool_calls" in messages[-1] or not messages[-1]["content"]:
+                raise ApiError(400, "the last message is the assistant's and ends with no text, so it cannot be "
+                               "continued", "messages")  # fmt: skip
+            fields["continue_final_message"] = True
         if self.tools:
             fields["tools"] = [_tool(tool, i) for i, tool in enumerate(self.tools)]
         if self.tool_choice is not None:
             fields |= _choice(self.tool_choice)
+        fields |= _output(self.output_config or {}, self.output_format)
         if self.thinking is not None:
             fields |= _thinking(self.thinking)
         return fields
+
+    def edited_beyond(self) -> int | None:
+        """The tokens of a prompt beyond which it would be edited in a way that is not supported; None: it never is."""
+        found = [each for each in _edits(self.context_management) if each["type"] != CLEAR_THINKING]
+        return min((_trigger(each) for each in found), default=None)
 
 
 class MessagesAsk(CountAsk):
@@ -127,6 +145,8 @@ def _answer(blocks: list[Any], where: str) -> list[dict[str, Any]]:
                 calls.append({"id": id, "type": "function", "function": function})
             case {"type": "thinking", "thinking": str(thought)}:
                 reasoning += thought
+            case {"type": "redacted_thinking", "data": str()}:
+                continue  # nobody but who wrote it can read it
             case _:
                 texts += _texts([block], f"{where}.content.{i}")
     message: dict[str, Any] = {"role": "assistant", "content": in_parts(texts)}
@@ -140,7 +160,7 @@ def _asked(blocks: list[Any], where: str) -> list[dict[str, Any]]:
     for i, block in enumerate(blocks):
         match block:
             case {"type": "tool_result", "tool_use_id": str(id)}:
-                content = _content(block.get("content", ""), f"{where}.content.{i}")
+                content = _content(block.get("content") or "", f"{where}.content.{i}")
                 found.append({"role": "tool", "tool_call_id": id, "content": content})
             case _:
                 if not found or found[-1]["role"] != "user":
@@ -176,10 +196,72 @@ def _choice(choice: Mapping[str, Any]) -> dict[str, Any]:
 def _thinking(thinking: Mapping[str, Any]) -> dict[str, Any]:
     match thinking.get("type"):
         case "disabled":
-            return {"chat_template_kwargs": {"enable_thinking": False}}
+            return {"thinking_token_budget": 0}
         case "adaptive":
             return {}
         case "enabled":
-            raise ApiError(400, "thinking: a budget is not supported; models that reason do so unless it is disabled "
-                           "(adaptive)", "thinking", "unsupported_parameter")  # fmt: skip
-    raise ApiError(400, "thinking: type must be adaptive or disabled", "thinking")
+            budget = thinking.get("budget_tokens")
+            if type(budget) is not int or budget < 1:
+                raise ApiError(400, "thinking: budget_tokens must be a whole number of 1 or more", "thinking")
+            return {"thinking_token_budget": min(budget, AS_MANY_AS_FIT)}
+    raise ApiError(400, "thinking: type must be adaptive, enabled or disabled", "thinking")
+
+
+def _output(config: Mapping[str, Any], older: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What `output_config` asks for, as a chat completion says it. Raises ApiError."""
+    other = next((name for name, value in config.items() if name not in ("effort", "format") and value is not None), "")
+    if other:
+        raise ApiError(400, f"output_config: {other} is not supported here; leave it out", "output_config",
+                       "unsupported_parameter")  # fmt: skip
+    effort, format = config.get("effort"), config.get("format") or older
+    fields: dict[str, Any] = {}
+    if effort is not None:
+        if effort not in get_args(Effort):
+            raise ApiError(400, f"output_config: effort must be one of {', '.join(get_args(Effort))}", "output_config")
+        fields["reasoning_effort"] = effort
+    if format is not None:
+        if not isinstance(format, Mapping) or format.get("type") != "json_schema" or "schema" not in format:
+            raise ApiError(400, "output_config: format must be json_schema with a schema", "output_config")
+        named = {"name": "answer", "schema": format["schema"]}
+        fields["response_format"] = {"type": "json_schema", "json_schema": named}
+    return fields
+
+
+# ---- edits of the conversation
+def _edits(management: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """The edits asked for. Raises ApiError for others than are known."""
+    edits = (management or {}).get("edits") or []
+    for name in management or {}:
+        if name != "edits":
+            raise ApiError(400, f"context_management: {name} is not supported here; leave it out", "context_management")
+    for each in edits if isinstance(edits, list) else [None]:
+        if not isinstance(each, dict) or each.get("type") not in (CLEAR_THINKING, *TRIGGERS):
+            known = ", ".join((CLEAR_THINKING, *TRIGGERS))
+            raise ApiError(400, f"context_management: edits are a list, each of a type of {known}",
+                           "context_management", "unsupported_parameter")  # fmt: skip
+    return list(edits)
+
+
+def _trigger(edit: Mapping[str, Any]) -> int:
+    """The tokens of a prompt beyond which an edit acts; 0 where something else is counted."""
+    trigger = edit.get("trigger") or {"type": "input_tokens", "value": TRIGGERS[edit["type"]]}
+    value = trigger.get("value") if isinstance(trigger, Mapping) and trigger.get("type") == "input_tokens" else None
+    return value if type(value) is int else 0
+
+
+def forget(messages: list[dict[str, Any]], edits: Sequence[Mapping[str, Any]]) -> None:
+    """Take the reasoning out of all answers but the last ones, as an edit of type CLEAR_THINKING asks: it keeps
+    `all`, or that of the last `thinking_turns`. Raises ApiError."""
+    for edit in edits:
+        if edit["type"] != CLEAR_THINKING or edit.get("keep") == "all":
+            continue
+        match edit.get("keep") or {"type": "thinking_turns", "value": 1}:
+            case {"type": "all"}:
+                continue
+            case {"type": "thinking_turns", "value": int(kept)} if kept > 0:
+                thought = [message for message in messages if "reasoning_content" in message]
+                for message in thought[: max(len(thought) - kept, 0)]:
+                    del message["reasoning_content"]
+            case _:
+                raise ApiError(400, "context_management: keep must be all, or thinking_turns with a value of 1 or "
+                               "more", "context_management")  # fmt: skip

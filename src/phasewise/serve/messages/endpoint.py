@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from phasewise.serve.completions.answer import Answer, AnswerDelta
 from phasewise.serve.completions.said import call_id
+from phasewise.serve.completions.schema import ChatAsk
 from phasewise.serve.failures import ApiError, json_response
 from phasewise.serve.messages.ask import CountAsk, MessagesAsk, error_body
 from phasewise.serve.tools.deltas import OutputDelta
@@ -36,15 +37,24 @@ class Messages:
 
     async def create(self, request: Request) -> Response:
         """The assistant's next message."""
-        ask = (await self._service.read(MessagesAsk, request)).chat()
+        ask = self._chat(await self._service.read(MessagesAsk, request))
         order = await self._service.order_chat(ask)
         return await self._service.respond(request, order, MessageWriter(ask.model or self._service.name))
 
     async def count(self, request: Request) -> Response:
         """Counts the tokens of these messages' prompt."""
-        ask = (await self._service.read(CountAsk, request)).chat()
+        ask = self._chat(await self._service.read(CountAsk, request))
         self._service.recipe(ask.model)
         return json_response({"input_tokens": len((await self._service.prompt(ask)).ids)})
+
+    def _chat(self, ask: CountAsk) -> ChatAsk:
+        """The same as a chat completion says it. Raises ApiError where the prompt might have to be edited."""
+        beyond = ask.edited_beyond()
+        if beyond is not None and beyond < self._service.llm.engine.reach(self._service.recipe(ask.model)):
+            raise ApiError(400, "context_management: tool uses are not cleared here, nor is anything compacted, and "
+                           f"that might be due beyond {beyond:,} tokens: leave such edits out", "context_management",
+                           "unsupported_parameter")  # fmt: skip
+        return ask.chat()
 
 
 class MessageWriter:

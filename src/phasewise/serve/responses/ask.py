@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from phasewise.serve.completions.fields import check
-from phasewise.serve.completions.schema import AS_MANY_AS_FIT, ChatAsk, in_parts, read
+from phasewise.serve.completions.fields import HARMLESS, check
+from phasewise.serve.completions.schema import AS_MANY_AS_FIT, ChatAsk, Effort, in_parts, read
 from phasewise.serve.completions.structured import wanted
 from phasewise.serve.failures import ApiError
 
 # Fields that are not supported, each with the values that ask for nothing; null always asks for nothing.
 REFUSED: dict[str, tuple[object, ...]] = {
-    "background": (False,), "conversation": (), "include": ([],), "max_tool_calls": (), "prompt": (),
+    "background": (False,), "conversation": (), "max_tool_calls": (), "prompt": (),
     "context_management": ([],), "truncation": ("disabled",), "top_logprobs": (0,), "moderation": (),
-    "reasoning": ({},),
     "stream_options": ({}, {"include_obfuscation": False}),
 }  # fmt: skip
+RESPONSES_HARMLESS = HARMLESS | {"client_metadata"}
+ENCRYPTED = "reasoning.encrypted_content"
+INCLUDED = {  # reasoning to be sent back, and what comes of tools and images that there are none of here
+    ENCRYPTED, "web_search_call.results", "web_search_call.action.sources", "file_search_call.results",
+    "code_interpreter_call.outputs", "computer_call_output.output.image_url", "message.input_image.image_url",
+}  # fmt: skip
+HOSTED = ("web_search", "web_search_preview", "image_generation")  # run by OpenAI: no model here is shown them
 ROLES = ("user", "assistant", "system", "developer")
+SYSTEM = ("system", "developer")
 Item = dict[str, Any]
 
 
@@ -43,12 +51,24 @@ class ResponsesAsk(BaseModel):
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     metadata: dict[str, str] | None = None
-    text: dict[str, Any] | None = Field(None, description="format: text, json_object, or json_schema with a schema")
+    text: dict[str, Any] | None = Field(
+        None, description="format: text, json_object, or json_schema with a schema; verbosity: low, medium, high"
+    )
+    reasoning: dict[str, Any] | None = Field(None, description="effort; summary: reasoning is told whole")
+    include: list[str] | None = None
 
     @model_validator(mode="after")
     def _supported(self) -> Self:
-        check(self, REFUSED)
+        check(self, REFUSED, RESPONSES_HARMLESS)
+        other = next((name for name in self.include or () if name not in INCLUDED), None)
+        if other is not None:
+            raise ApiError(400, f"include: {other} is not supported here; leave it out", "include",
+                           "unsupported_parameter")  # fmt: skip
         return self
+
+    def custom(self) -> frozenset[str]:
+        """The names of tools whose calls hold a text, not arguments."""
+        return frozenset(str(tool.get("name")) for tool in self.tools or () if tool.get("type") == "custom")
 
     def items(self) -> list[Item]:
         """The input as items."""
@@ -57,16 +77,18 @@ class ResponsesAsk(BaseModel):
     def chat(self, earlier: Sequence[Item]) -> ChatAsk:
         """The same, after `earlier` items, as a chat completion says it. Raises ApiError."""
         messages = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
-        messages += _messages([*earlier, *self.items()], len(earlier))
+        messages = _one_system([*messages, *_messages([*earlier, *self.items()], len(earlier))])
         same = ("model", "stream", "parallel_tool_calls", "temperature", "top_p", "after")
         fields = {name: getattr(self, name) for name in same}
         fields |= {"messages": messages, "max_completion_tokens": self.max_output_tokens}
         if self.tools:
-            fields["tools"] = [_tool(tool, i) for i, tool in enumerate(self.tools)]
+            fields["tools"] = [_tool(tool, i) for i, tool in enumerate(self.tools) if tool.get("type") not in HOSTED]
         if self.tool_choice is not None:
             fields["tool_choice"] = _choice(self.tool_choice)
         if self.text is not None:
             fields["response_format"] = _format(self.text)
+            fields["verbosity"] = self.text.get("verbosity")
+        fields |= _reasoning(self.reasoning or {})
         if not messages:
             raise ApiError(400, "input has no items", "input", "invalid_value")
         return read(ChatAsk, json.dumps(fields).encode())
@@ -86,19 +108,47 @@ def _messages(items: Sequence[Any], given: int) -> list[dict[str, Any]]:
                 _assistant(found).setdefault("tool_calls", []).append(call)
             case {"type": "function_call_output", "call_id": str(id), "output": output}:
                 found.append({"role": "tool", "tool_call_id": id, "content": in_parts(_texts(output, where))})
-            case {"type": "reasoning"}:
-                thoughts = item.get("content") or []
-                found.append(
-                    {"role": "assistant", "content": "", "reasoning_content": "".join(_texts(thoughts, where))}
+            case {"type": "custom_tool_call", "call_id": str(id), "name": str(name), "input": str(text)}:
+                function = {"name": name, "arguments": json.dumps({"input": text}, ensure_ascii=False)}
+                _assistant(found).setdefault("tool_calls", []).append(
+                    {"id": id, "type": "function", "function": function}
                 )
+            case {"type": "custom_tool_call_output", "call_id": str(id), "output": output}:
+                found.append({"role": "tool", "tool_call_id": id, "content": in_parts(_texts(output, where))})
+            case {"type": "reasoning"}:
+                thought = "".join(_texts(item.get("content") or [], where)) or opened(item.get("encrypted_content"))
+                found.append({"role": "assistant", "content": "", "reasoning_content": thought})
             case {"role": "assistant", "content": content}:
                 _assistant(found, fresh=True)["content"] = in_parts(_texts(content, where))
             case {"role": str(role), "content": content} if role in ROLES:
                 found.append({"role": role, "content": in_parts(_texts(content, where))})
             case _:
-                raise ApiError(400, f"{where}: must be a message, function_call, function_call_output or reasoning; "
-                               "other items are not supported", "input", "invalid_value")  # fmt: skip
+                raise ApiError(400, f"{where}: must be a message, function_call, custom_tool_call, the output of one, "
+                               "or reasoning; other items are not supported", "input", "invalid_value")  # fmt: skip
     return found
+
+
+def _one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same with the system's messages at the beginning as one: most templates have room for no more."""
+    count = next((i for i, message in enumerate(messages) if message["role"] not in SYSTEM), len(messages))
+    if count < 2:
+        return messages
+    texts = [content if isinstance(content, str) else "".join(part["text"] for part in content)
+             for content in (message["content"] for message in messages[:count])]  # fmt: skip
+    return [{"role": "system", "content": "\n\n".join(texts)}, *messages[count:]]
+
+
+def sealed(thought: str) -> str:
+    """Reasoning as `encrypted_content`: base64, so that clients that keep nothing else of it send it back."""
+    return base64.b64encode(thought.encode("utf-8", "surrogatepass")).decode()
+
+
+def opened(content: Any) -> str:
+    """The reasoning in `encrypted_content`; "" for what another server has encrypted, which nobody else can read."""
+    try:
+        return base64.b64decode(str(content or ""), validate=True).decode()
+    except ValueError:
+        return ""
 
 
 def _assistant(found: list[dict[str, Any]], fresh: bool = False) -> dict[str, Any]:
@@ -122,17 +172,53 @@ def _texts(content: Any, where: str) -> list[str]:
 
 
 def _tool(tool: Mapping[str, Any], i: int) -> dict[str, Any]:
+    """A function; a tool that takes a free text becomes a function of one argument, `input`. Raises ApiError."""
+    if tool.get("type") == "custom":
+        return {"type": "function", "function": _custom(tool, i)}
     if tool.get("type") != "function":
         raise ApiError(400, f"tools.{i}: tools of type {tool.get('type')!r} are not supported", "tools")
     given = {key: tool[key] for key in ("name", "description", "parameters", "strict") if tool.get(key) is not None}
     return {"type": "function", "function": given}
 
 
+def _custom(tool: Mapping[str, Any], i: int) -> dict[str, Any]:
+    format = tool.get("format") or {"type": "text"}
+    description = str(tool.get("description") or "")
+    match format:
+        case {"type": "text"}:
+            pass
+        case {"type": "grammar", "syntax": str(syntax), "definition": str(definition)}:
+            description += f"\n\nThe input follows this grammar ({syntax}):\n{definition}"
+        case _:
+            raise ApiError(400, f"tools.{i}: format must be text, or grammar with a syntax and a definition", "tools")
+    parameters = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"],
+                  "additionalProperties": False}  # fmt: skip
+    return {"name": tool.get("name"), "description": description.strip(), "parameters": parameters}
+
+
+def _reasoning(reasoning: Mapping[str, Any]) -> dict[str, Any]:
+    """What `reasoning` asks for, as a chat completion says it. Raises ApiError."""
+    known = ("effort", "summary", "generate_summary")  # reasoning is told whole, which leaves nothing to sum up
+    other = next((name for name, value in reasoning.items() if name not in known and value is not None), None)
+    if other is not None:
+        raise ApiError(400, f"reasoning: {other} is not supported here; leave it out", "reasoning",
+                       "unsupported_parameter")  # fmt: skip
+    effort = reasoning.get("effort")
+    if effort is not None and effort not in get_args(Effort):
+        raise ApiError(400, f"reasoning: effort must be one of {', '.join(get_args(Effort))}", "reasoning",
+                       "invalid_value")  # fmt: skip
+    return {} if effort is None else {"reasoning_effort": effort}
+
+
 def _format(text: Mapping[str, Any]) -> dict[str, Any] | None:
     """Its flat format as a chat completion's. Raises ApiError."""
-    other = next((name for name, value in text.items() if name != "format" and value is not None), None)
+    other = next(
+        (name for name, value in text.items() if name not in ("format", "verbosity") and value is not None), None
+    )
     if other is not None:
         raise ApiError(400, f"text: {other} is not supported here; leave it out", "text", "unsupported_parameter")
+    if text.get("verbosity") not in (None, "low", "medium", "high"):
+        raise ApiError(400, "text: verbosity must be low, medium or high", "text", "invalid_value")
     given = text.get("format")
     if isinstance(given, Mapping) and given.get("type") == "json_schema":
         inner = {key: value for key, value in given.items() if key != "type"}
@@ -145,6 +231,6 @@ def _format(text: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _choice(choice: Any) -> Any:
-    if isinstance(choice, Mapping) and choice.get("type") == "function":
+    if isinstance(choice, Mapping) and choice.get("type") in ("function", "custom"):
         return {"type": "function", "function": {"name": choice.get("name")}}
     return choice

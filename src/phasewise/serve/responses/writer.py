@@ -11,7 +11,7 @@ from typing import Any
 from phasewise.serve.completions.answer import Answer, AnswerDelta
 from phasewise.serve.completions.said import call_id
 from phasewise.serve.failures import ApiError
-from phasewise.serve.responses.ask import ResponsesAsk
+from phasewise.serve.responses.ask import ENCRYPTED, ResponsesAsk, sealed
 from phasewise.serve.tools.deltas import OutputDelta
 
 ITEMS = {"content": "message", "reasoning": "reasoning", "call": "function_call", "arguments": "function_call"}
@@ -22,6 +22,8 @@ class ResponseWriter:
 
     def __init__(self, ask: ResponsesAsk, model: str, keep: Callable[[Mapping[str, Any]], bool]) -> None:
         self._keep, self._number = keep, -1
+        self._custom, self._sealed = ask.custom(), ENCRYPTED in (ask.include or ())
+        self._arguments = ""  # of a call that is to hold a text
         self._output: list[dict[str, Any]] = []
         self._open = False  # whether the last item is under way
         self._finish: str | None = None
@@ -33,7 +35,8 @@ class ResponseWriter:
             "parallel_tool_calls": ask.parallel_tool_calls is not False,
             "previous_response_id": ask.previous_response_id, "store": ask.store is not False,
             "temperature": 1.0 if ask.temperature is None else ask.temperature,
-            "text": ask.text or {"format": {"type": "text"}}, "tool_choice": choice, "tools": ask.tools or [],
+            "reasoning": {"effort": None, "summary": None, **(ask.reasoning or {})},
+            "text": {"format": {"type": "text"}, **(ask.text or {})}, "tool_choice": choice, "tools": ask.tools or [],
             "top_p": 1.0 if ask.top_p is None else ask.top_p, "truncation": "disabled",
         }  # fmt: skip
 
@@ -54,10 +57,10 @@ class ResponseWriter:
             begun = {**self._head, "status": "in_progress", "output": [], "usage": None}
             events += [self._event(f"response.{kind}", response=begun) for kind in ("created", "in_progress")]
         for delta in _deltas(piece):
-            if delta.kind == "call" or not self._open or self._output[-1]["type"] != ITEMS[delta.kind]:
+            if delta.kind == "call" or not self._open or not self._goes_on(delta):
                 events += self._stop("completed") + self._begin(delta)
             if delta.kind != "call":
-                events.append(self._more(delta))
+                events += self._more(delta)
         if piece.finish:
             self._finish = piece.finish
             events += self._stop("incomplete" if piece.finish == "length" else "completed")
@@ -88,35 +91,46 @@ class ResponseWriter:
         return body
 
     # ---- one item
+    def _goes_on(self, delta: OutputDelta) -> bool:
+        kind = self._output[-1]["type"]
+        return bool(("function_call" if kind == CUSTOM else kind) == ITEMS[delta.kind])
+
     def _begin(self, delta: OutputDelta) -> list[str]:
         kind, self._open = ITEMS[delta.kind], True
+        if kind == "function_call" and delta.text in self._custom:
+            kind, self._arguments = CUSTOM, ""
         item: dict[str, Any] = {"type": kind, "id": f"{_IDS[kind]}_{uuid.uuid4().hex}", "status": "in_progress"}
         match kind:
             case "message":
                 item |= {"role": "assistant", "content": []}
             case "reasoning":
                 item |= {"summary": [], "content": []}
+            case "custom_tool_call":
+                item |= {"call_id": call_id(), "name": delta.text, "input": ""}
             case _:
                 item |= {"call_id": call_id(), "name": delta.text, "arguments": ""}
         self._output.append(item)
         events = [self._event("response.output_item.added", output_index=self._at, item=item)]
-        if kind != "function_call":
+        if kind in ("message", "reasoning"):
             item["content"].append(_part(kind))
             events += self._part("added") if kind == "message" else []
         return events
 
-    def _more(self, delta: OutputDelta) -> str:
-        item = self._output[-1]
+    def _more(self, delta: OutputDelta) -> list[str]:
+        item, told = self._output[-1], {"delta": delta.text}
         match item["type"]:
+            case "custom_tool_call":
+                self._arguments += delta.text  # JSON, of which the text is known at its end
+                return []
             case "function_call":
                 item["arguments"] += delta.text
-                return self._event("response.function_call_arguments.delta", **self._where(), delta=delta.text)
+                return [self._event("response.function_call_arguments.delta", **self._where(), **told)]
             case "reasoning":
                 item["content"][0]["text"] += delta.text
-                return self._event("response.reasoning_text.delta", **self._where(), content_index=0, delta=delta.text)
+                return [self._event("response.reasoning_text.delta", **self._where(), content_index=0, **told)]
         item["content"][0]["text"] += delta.text
         more = {"content_index": 0, "delta": delta.text, "logprobs": []}
-        return self._event("response.output_text.delta", **self._where(), **more)
+        return [self._event("response.output_text.delta", **self._where(), **more)]
 
     def _stop(self, status: str) -> list[str]:
         if not self._open:
@@ -127,7 +141,15 @@ class ResponseWriter:
             case "function_call":
                 done = {"name": item["name"], "arguments": item["arguments"]}
                 events = [self._event("response.function_call_arguments.done", **self._where(), **done)]
+            case "custom_tool_call":
+                item["input"] = _input(self._arguments)
+                events = [
+                    self._event("response.custom_tool_call_input.delta", **self._where(), delta=item["input"]),
+                    self._event("response.custom_tool_call_input.done", **self._where(), input=item["input"]),
+                ]
             case "reasoning":
+                if self._sealed:
+                    item["encrypted_content"] = sealed(item["content"][0]["text"])
                 done = {"content_index": 0, "text": item["content"][0]["text"]}
                 events = [self._event("response.reasoning_text.done", **self._where(), **done)]
             case _:
@@ -152,7 +174,18 @@ class ResponseWriter:
         return f"event: {kind}\ndata: {json.dumps(body)}\n\n"
 
 
-_IDS = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+CUSTOM = "custom_tool_call"
+_IDS = {"message": "msg", "reasoning": "rs", "function_call": "fc", CUSTOM: "ctc"}
+
+
+def _input(arguments: str) -> str:
+    """The text in the arguments of a call that takes one; the model's own words where it has written others."""
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    text = value.get("input") if isinstance(value, dict) else None
+    return text if isinstance(text, str) else arguments
 
 
 def _part(kind: str) -> dict[str, Any]:
