@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from phasewise import catalog
 from phasewise.errors import UserError
@@ -97,6 +99,21 @@ def test_nothing_found_changes_nothing() -> None:
     base = Draft([1, 2, 1], [-1, 0, -1], "iid", torch.rand(3, V))
     assert fuse(base, Draft([], [])) is base
     assert fuse(base, Draft.trie([[1, 2]])) is base, "of equal siblings the first is gone on with"
+
+
+def test_each_drafter_learns_as_many_likeliest_tokens_as_it_asked_for() -> None:
+    """The loop ranks as many as the greedier of the two wants."""
+    heard: list[Tensor | None] = []
+
+    def learner() -> Any:
+        return SimpleNamespace(companion=None, learn=lambda spans, hidden, outcomes, tops: heard.append(tops))
+
+    tops, nothing = torch.arange(12).view(3, 4), cast(Any, None)
+    Fusion(0, learner(), learner(), (2, 4)).learn([], nothing, [], tops)
+    Fusion(0, learner(), learner(), (0, 3)).learn([], nothing, [], tops)
+    assert heard[2] is None
+    for got, wanted in zip((heard[0], heard[1], heard[3]), (2, 4, 3)):
+        assert got is not None and torch.equal(got, tops[:, :wanted])
 
 
 def test_nodes_that_ask_stay_the_last_and_are_as_many() -> None:
