@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +16,7 @@ from phasewise.errors import UserError
 from phasewise.methods.schedule.layered import Layered
 from phasewise.request.params import Params
 from phasewise.request.request import Request
+from phasewise.step.batch import Batch
 from tests import oracle, tiny
 from tests.schedule.jobs import Job, Step, decoding, simulate
 
@@ -244,3 +249,15 @@ def test_taps_of_layers_behind_a_slice_come_along() -> None:
     whole, grouped = seen("prefill_first"), seen("layered:rows_per_group=9")
     assert list(whole) == list(grouped) == [0, 1, 3]
     assert all(torch.allclose(whole[i], grouped[i], atol=1e-5) for i in whole)
+
+
+def test_what_a_slice_takes_along_is_no_part_of_memory_that_the_next_step_writes() -> None:
+    spans: list[Any] = [
+        SimpleNamespace(tokens=[5] * rows, positions=range(rows), rows=rows, layers=(0, 2), taps={}, slice=part)
+        for rows, part in ((3, slice(0, 3)), (2, slice(3, 5)))
+    ]
+    x = torch.randn(5, 8)
+    want = x.clone()
+    Batch(spans).carry(x, {})
+    x.fill_(math.nan)
+    assert all(torch.equal(span.hidden, want[span.slice]) for span in spans)
