@@ -251,6 +251,16 @@ def test_transfer_acts_inside_holders_as_outside() -> None:
     assert outs(f"paced:of=(rasd:base=({RAPID}),source=(prompt_lookup:min_match=64))") == alone
 
 
+@pytest.mark.parametrize("verify", ["transfer:eta=30", "match"])
+@pytest.mark.parametrize("held", ["{}", "paced:of=({})", "rasd:base=({}),source=(prompt_lookup)"])
+def test_drafts_say_what_was_thought_after_all_that_was_asked_only_if_it_is_wanted(held: str, verify: str) -> None:
+    placed: Any = tiny.engine({"draft": held.format(RAPID), "verify": verify})
+    drafter = placed.parts.recipes[""].phases[-1].decode.drafter
+    while not hasattr(drafter, "thoughts"):
+        drafter = drafter.base if hasattr(drafter, "base") else drafter.of
+    assert drafter.thoughts == verify.startswith("transfer")
+
+
 def test_fused_drafts_keep_what_was_thought() -> None:
     import torch
 
