@@ -58,7 +58,7 @@ def catchers() -> set[str]:
 def main() -> None:
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked.add_argument("reports", nargs="+", type=Path, metavar="JUNIT")
-    asked.add_argument("--seconds", type=float, default=0.1)
+    asked.add_argument("--seconds", type=float, default=0.07)
     args = asked.parse_args()
     took, needed = seconds(args.reports), catchers()
     listed = {
