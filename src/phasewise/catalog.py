@@ -17,7 +17,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoints, entry_points
 from typing import Any
 
 from phasewise.errors import UserError, near
@@ -57,6 +57,12 @@ def part(kind: str, default: str | None = None) -> Any:
 
 
 @cache
+def _installed() -> EntryPoints:
+    """Methods of other packages. Reading what is installed takes some 7 ms, so it is read once."""
+    return entry_points(group="phasewise.methods")
+
+
+@cache
 def names(kind: str) -> dict[str, str]:
     """{method name: 'module' or 'module:attribute'} of one kind, built-in ones first."""
     place = f"phasewise.methods.{kind}"
@@ -68,7 +74,7 @@ def names(kind: str) -> dict[str, str]:
         paths = []  # a folder of another package's family
     found = {m.name: f"{place}.{m.name}" for m in pkgutil.iter_modules(paths) if not m.ispkg}
     found = {name: where for name, where in found.items() if not name.startswith("_")}
-    for entry in entry_points(group="phasewise.methods"):
+    for entry in _installed():
         its, _, name = entry.name.rpartition(".")
         if its == kind:
             found.setdefault(name, entry.value)
@@ -82,7 +88,7 @@ def folders(verb: str) -> list[str]:
         return []
     inner = pkgutil.iter_modules(importlib.import_module(f"phasewise.methods.{verb}").__path__)
     found = {f"{verb}.{m.name}" for m in inner if m.ispkg and not m.name.startswith("_")}
-    more = {entry.name.rpartition(".")[0] for entry in entry_points(group="phasewise.methods")}
+    more = {entry.name.rpartition(".")[0] for entry in _installed()}
     return sorted(found | {kind for kind in more if kind.startswith(f"{verb}.")})
 
 

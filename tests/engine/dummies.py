@@ -88,5 +88,6 @@ def installed(methods: dict[str, type[Any]] | None = None) -> Iterator[None]:
 
 
 def forget() -> None:
+    catalog._installed.cache_clear()
     catalog.names.cache_clear()
     catalog.folders.cache_clear()
