@@ -278,7 +278,7 @@ class ChatAsk(Ask):
 
     refused = CHAT_REFUSED
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
-    max_completion_tokens: Output | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=AS_MANY_AS_FIT)] | None = None
     chat_template: Annotated[str, Field(max_length=LONGEST)] | None = Field(
         None, description="instead of the model's own, where the server allows it"
     )
