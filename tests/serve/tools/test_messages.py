@@ -122,6 +122,9 @@ def test_thinking_can_be_left_out(thinking: Server) -> None:
         client(thinking).messages.create(**body, thinking={"type": "enabled", "budget_tokens": 100})
     bound = {"type": "enabled", "budget_tokens": 199}  # of 200: what is left holds no answer
     assert told(client(thinking).messages.create(**body, thinking=bound))[0]["thinking"] == "a"
+    called = asked(CALL, tools=[WEATHER], tool_choice={"type": "any", "disable_parallel_tool_use": True})
+    budget = {"type": "enabled", "budget_tokens": 100}  # there is no reasoning before a call that has to be
+    assert told(client(thinking).messages.create(**called, thinking=budget)) == [USE]
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

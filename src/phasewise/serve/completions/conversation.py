@@ -72,7 +72,7 @@ class ChatRenderer:
             raise ApiError(400, str(error), param) from error
         tags = self.shown.tags
         opened = tags is not None and text.rstrip().endswith(tags.open)
-        _check_budget(ask, tags is not None, self._llm.template.sources)
+        _check_budget(ask, tags is not None and not must, self._llm.template.sources)
         closed = opened and ask.silent() and not must  # by what the prompt ends with: there is no reasoning to hold
         format = self.shown.format if tools else None
         words = [*(format.tokens if format else ()), *((tags.open, tags.close) if tags else ())]
@@ -143,8 +143,8 @@ class ChatRenderer:
 def _check_budget(ask: ChatAsk, reasons: bool, sources: Mapping[str, str]) -> None:
     """Raise ApiError for a bound on reasoning that could change the answer: nothing counts the tokens of reasoning.
 
-    It cannot where the model does not reason, where the template tells it the budget, where there is to be no
-    reasoning at all, and where the answer may have hardly more tokens than the budget.
+    It cannot where the model does not reason or has to call a tool, where the template tells it the budget, where
+    there is to be no reasoning at all, and where the answer may have hardly more tokens than the budget.
     """
     budget, limit = ask.thinking_token_budget, ask.limit()
     told = any("thinking_budget" in text for text in sources.values())
