@@ -167,7 +167,7 @@ def test_requests_at_once_and_who_leaves_early(guarded: Server) -> None:
     guarded.settled()
     assert guarded.metrics()['phasewise_key_requests_running{key="busy"}'] == 0
     before = guarded.metrics()
-    for broken in (b"{", {"prompt": 5}, {"prompt": [[5], [99999]]}, {"prompt": "the", "n": 128, "max_tokens": 5000}):
+    for broken in (b"{", {"prompt": 5}, {"prompt": [[5], [99999]]}, {"prompt": [5] * 5000, "n": 128}):
         assert guarded.post(COMPLETE, broken, headers=as_("busy")).status_code == 400  # these do not stay either
     after = guarded.metrics()
     assert after['phasewise_key_requests_running{key="busy"}'] == 0
