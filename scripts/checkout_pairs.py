@@ -84,8 +84,8 @@ def serve(where: str, model: str) -> None:
         print(json.dumps(spent), flush=True)
 
 
-def begun(engine: Any, vocab: int, length: int, count: int, new: int) -> list[Any]:
-    """So many requests that have just been added."""
+def added(engine: Any, vocab: int, length: int, count: int, new: int) -> list[Any]:
+    """Returns `count` requests, each with a prompt of `length` random tokens, which the engine has not computed yet."""
     from phasewise.request.params import Params
     from phasewise.request.request import Request
 
@@ -100,7 +100,7 @@ def begun(engine: Any, vocab: int, length: int, count: int, new: int) -> list[An
 def timed(engine: Any, vocab: int, length: int, count: int, steps: int) -> float:
     """Seconds of `steps` steps after every request has a token, or until then. Prompts of decoding are found again."""
     began = time.perf_counter()
-    requests = begun(engine, vocab, length, count, steps + 8)
+    requests = added(engine, vocab, length, count, steps + 8)
     while not all(request.n_out for request in requests):
         engine.step()
     if steps:
@@ -128,7 +128,7 @@ class Long:
             methods = dict(each.split("=", 1) for each in setting.split()) if setting != "dense" else {}
             self.engine = self.bench.engine(methods, Limits(kv_bytes=6 << 30, prefix_cache=False))
             new = (rounds + WARM) * STEPS + 8
-            requests = begun(self.engine, self.bench.model.config.vocab, length, count, new)
+            requests = added(self.engine, self.bench.model.config.vocab, length, count, new)
             while not all(request.n_out for request in requests):
                 self.engine.step()
         began = time.perf_counter()
@@ -197,6 +197,7 @@ def in_turns(figure: Callable[[int], float], rounds: int) -> list[dict[int, floa
 
 
 def stepped(args: argparse.Namespace) -> Iterator[tuple[str, Row]]:
+    """Times steps of decoding and prompts: of plain engines, or under each of the settings."""
     sides = [Side(where, args.model) for where in args.checkouts]
     try:
         if not args.settings:
@@ -211,6 +212,7 @@ def stepped(args: argparse.Namespace) -> Iterator[tuple[str, Row]]:
 
 
 def starts(args: argparse.Namespace) -> Iterator[tuple[str, Row]]:
+    """Starts each checkout's program in turn."""
     found: dict[str, list[dict[int, float]]] = {}
     for number in range(-1, args.rounds):  # the first ones fill the page cache
         for at in (0, 1) if number % 2 else (1, 0):
@@ -221,6 +223,7 @@ def starts(args: argparse.Namespace) -> Iterator[tuple[str, Row]]:
 
 
 def line(name: str, row: Row) -> list[str]:
+    """Returns a row of the table that is printed."""
     from phasewise.bench.rounds import interval, median, ratio
 
     (before, after), scale = row

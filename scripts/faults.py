@@ -234,18 +234,8 @@ def _test(root: Path, tier: str, watch: Watch, deselected: Sequence[str], only: 
 
         chosen = [only] if only else ["tests"]
         left = [word for each in deselected for word in ("--deselect", each)]
-        words = [
-            "-q",
-            "-x",
-            "-n",
-            "0",
-            "-p",
-            "no:cacheprovider",
-            "--tier",
-            tier,
-            "--every-day",
-            f"--timeout={PATIENCE}",
-        ]
+        words = ["-q", "-x", "-n", "0", "-p", "no:cacheprovider", f"--timeout={PATIENCE}"]
+        words += ["--tier", tier, "--every-day"]
         code = int(pytest.main([*words, *left, *chosen], plugins=[watch]))
     finally:
         os._exit(code)

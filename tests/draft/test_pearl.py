@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import log
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -27,13 +27,12 @@ from phasewise.request.request import Request
 from phasewise.speculation import loop
 from phasewise.speculation.companion import NewNodes
 from phasewise.speculation.loop import Speculation
-from phasewise.step.phase import Hidden
 from phasewise.verbs.place import Placed
 from phasewise.verbs.sample import Coupling
 from tests import tiny
 from tests.draft.relatives import relative
 from tests.speculation.markov import Table, fits, sequences
-from tests.speculation.test_drawn_trees import FOUR, TWO, Model, World
+from tests.speculation.test_drawn_trees import FOUR, TWO, Model, World, decoded
 
 PROMPTS = tiny.prompts(30, 7, 55)
 TRUTH, WRONG = 0, 1
@@ -279,23 +278,7 @@ def told(
     knobs = PEARL(k=k, where="inline", judged="drawn")
     decode = Speculation(host, _Pearl(knobs, host, Inline(desk), 1 << 20), Rejection(),
                          replace(knobs.traits, matches="point"))  # fmt: skip
-    requests = [Request([0], Params(max_tokens=99, seed=seed, temperature=temperature)) for seed in range(seeds)]
-    for request in requests:
-        request.tokens.append(0)
-        request.computed, request.kv = 1, cast(Any, True)
-    going, rounds = list(requests), 0
-    while going:
-        rounds += len(going)
-        spans = decode.propose(going, [decode.rows(request) for request in going], cast(Any, None))
-        rows: list[int] = []
-        for span in spans:
-            span.start = len(rows)
-            rows += span.tokens
-        for request, outcome in zip(going, decode.accept(spans, Hidden(torch.tensor(rows)[:, None], len(rows)))):
-            request.tokens += outcome.tokens
-            request.computed = request.known - 1
-        going = [request for request in going if request.n_out <= length]
-    return requests, rounds
+    return decoded(decode, seeds, temperature, length)
 
 
 def p_value(world: World, seeds: int, temperature: float, coupling: Coupling) -> float:

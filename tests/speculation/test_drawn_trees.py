@@ -201,19 +201,16 @@ def grown(case: Case, host: Host) -> tuple[Tight, Drafter]:
     return made, Fusion(0, made, Fixed()) if case.fused else made
 
 
-def drawn(case: Case, temperature: float, seeds: int, coupling: Coupling) -> list[tuple[int, ...]]:
-    """The first tokens of so many requests, which take their steps together."""
-    host = Host(cast(Any, Model(case.world.target)), Standard(coupling), Counters(), cast(Any, None), cast(Any, None))
-    trees, drafter = grown(case, host)
-    verifier = catalog.build("verify", case.verify)
-    traits = Traits("decode", drawn=True, matches=verifier.traits.matches)
-    decode = Speculation(host, drafter, verifier, traits)
+def decoded(decode: Speculation, seeds: int, temperature: float, length: int) -> tuple[list[Request], int]:
+    """Requests of at least `length` tokens behind token 0, one a seed, which take their steps together; and the rounds
+    that they took, those of each counted. The rows' hidden states are their tokens, as `Model` reads them."""
     requests = [Request([0], Params(max_tokens=99, seed=seed, temperature=temperature)) for seed in range(seeds)]
     for request in requests:
         request.tokens.append(0)
         request.computed, request.kv = 1, cast(Any, True)
-    going = list(requests)
+    going, rounds = list(requests), 0
     while going:
+        rounds += len(going)
         spans = decode.propose(going, [decode.rows(request) for request in going], cast(Any, None))
         rows: list[int] = []
         for span in spans:
@@ -222,7 +219,18 @@ def drawn(case: Case, temperature: float, seeds: int, coupling: Coupling) -> lis
         for request, outcome in zip(going, decode.accept(spans, Hidden(torch.tensor(rows)[:, None], len(rows)))):
             request.tokens += outcome.tokens
             request.computed = request.known - 1
-        going = [request for request in going if request.n_out <= TOKENS]
+        going = [request for request in going if request.n_out <= length]
+    return requests, rounds
+
+
+def drawn(case: Case, temperature: float, seeds: int, coupling: Coupling) -> list[tuple[int, ...]]:
+    """The first tokens of so many requests, which take their steps together."""
+    host = Host(cast(Any, Model(case.world.target)), Standard(coupling), Counters(), cast(Any, None), cast(Any, None))
+    trees, drafter = grown(case, host)
+    verifier = catalog.build("verify", case.verify)
+    traits = Traits("decode", drawn=True, matches=verifier.traits.matches)
+    decode = Speculation(host, drafter, verifier, traits)
+    requests, _ = decoded(decode, seeds, temperature, TOKENS)
     assert trees.full > seeds / 10, "hardly a tree is full"
     return [tuple(request.out[1 : TOKENS + 1]) for request in requests]
 
