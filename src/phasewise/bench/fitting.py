@@ -1,5 +1,7 @@
-"""How many requests decode at once within a fixed KV budget, and how many tokens a second they make: what bytes saved
-are for. Without the prefix cache, prompts first."""
+"""Counts how many requests decode at once within a fixed KV budget, and how many tokens a second they make.
+
+That is what saved bytes are for. Prompts are computed first, without the prefix cache.
+"""
 
 from __future__ import annotations
 

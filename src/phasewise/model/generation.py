@@ -34,7 +34,7 @@ def recommended(values: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What a file, or the generation_config.json of a folder, recommends. UserError where there is none."""
+    """Returns what a file, or a folder's generation_config.json, recommends. Raises UserError where there is none."""
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
         raise UserError(f"--generation-config {path}: there is no such file. Say auto, none, or give a file, or a "

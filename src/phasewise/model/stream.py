@@ -138,7 +138,7 @@ class WindowStream:
                     del self._bytes[0]
 
     def _break(self) -> None:
-        """What was to become a character will be none."""
+        """Gives up on bytes that were to become a character."""
         if self._bytes:
             self._window += self._pieces.invalid * len(self._bytes)
             self._bytes.clear()

@@ -1,4 +1,4 @@
-"""Whether a share of requests meets its targets, known as early as it is sure, so that no rate is simulated whole."""
+"""Tells whether a share of requests meets its targets, as early as it is sure, so that no rate is simulated whole."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def share_at_least(scenario: Scenario, jobs: Sequence[SimulatedRequest], slo: SL
 
 
 def reaches(scenario: Scenario, jobs: Sequence[SimulatedRequest], slo: SLO, share: float) -> bool:
-    """Whether at least this share of requests is within its targets, known as soon as it is sure."""
+    """True if at least this share of requests is within its targets, known as soon as it is sure."""
     try:
         return run(scenario, jobs, watch=MissWatch(slo, share, len(jobs), early=True)).share(slo) >= share
     except Met:
@@ -141,7 +141,7 @@ def reaches(scenario: Scenario, jobs: Sequence[SimulatedRequest], slo: SLO, shar
 
 
 def within(scenario: Scenario, jobs: Sequence[SimulatedRequest], slowdowns: Slowdowns) -> bool:
-    """Whether all conditions hold; that they do not is known as soon as it is sure."""
+    """True if all conditions hold; that they do not is known as soon as it is sure."""
     try:
         return slowdowns.over(run(scenario, jobs, watch=SlowdownWatch(slowdowns, jobs)).jobs) <= 1.0
     except Missed:

@@ -27,7 +27,7 @@ class Slowdowns:
     limits: Mapping[str, tuple[float, ...]] = field(default_factory=lambda: LIMITS)
 
     def of(self, job: SimulatedRequest) -> dict[str, float]:
-        """How many times as long a finished request took. One of a single token has no time per further token."""
+        """Returns how many times as long a finished request took; a single token has no time per further token."""
         n = job.prompt_len
         ttft = self.alone.seconds(StepWork(prefill_rows=n, pairs=n * (n + 1) / 2, prefixes=n, emits=1, ended=n))
         tpot = self.alone.seconds(StepWork(decode_rows=1, context=n + job.new // 2, emits=1))

@@ -108,7 +108,7 @@ def sentences(rng: Random) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class HiddenFacts:
-    """What a text hides, each fact at a depth from 0 to 1, and how it is asked for."""
+    """The facts that a text hides, each at a depth from 0 to 1, and how it is asked for."""
 
     task: str
     facts: Sequence[tuple[float, str]]

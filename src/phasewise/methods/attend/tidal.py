@@ -92,7 +92,7 @@ class Tidal(Method):
         return range(self.dense + 1, layers - 1)
 
     def artefact(self, config: ModelConfig) -> Artefact:
-        """What was found of needles with each layer picking again, summed over these; 0 where it cannot."""
+        """Names the artefact: the needles found with each layer picking again, summed over these; 0 where it cannot."""
         knobs: dict[str, int | float | str] = {"dense": self.dense}
         without = "say weights=none for two fifths of the depth, or second=LAYER"
         return Artefact("attend.tidal", {"found": (config.layers,)}, knobs, without)

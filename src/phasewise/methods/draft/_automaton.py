@@ -110,7 +110,7 @@ class SuffixAutomaton:
             match = self._length[state]
 
     def counts(self, state: int) -> list[tuple[int, int, int]]:
-        """What has followed the substrings of a state: token, how often, and the state where it leads."""
+        """Returns what has followed the substrings of a state: token, how often, and the state where it leads."""
         return [(token, self._count[after], after) for token, after in self._next[state].items()]
 
     def latest(self, state: int, match: int, shortest: int) -> tuple[int, int, int, int] | None:

@@ -77,7 +77,7 @@ class PEARL(Method):
 
     @property
     def tells(self) -> bool:
-        """Whether guesses come with what they were drawn from."""
+        """True if guesses come with what they were drawn from."""
         return self.judged == "drawn"
 
     def bind(self, host: Host) -> _Pearl:
@@ -121,7 +121,7 @@ class _Line(Drawer):
     heard: Guessed | None = None  # what has come to go on with the stream, if it was asked for before the round's end
 
     def hear(self) -> Guessed:
-        """What has come to go on with the stream; waits for it."""
+        """Returns the guesses that go on with the stream; waits for them."""
         if self.heard is None:
             self.heard = self.seat.hear(self.key)
         return self.heard

@@ -159,8 +159,10 @@ class Suffixes(Drafter):
         return Draft(tokens, parents, likely=likely) if tokens else None
 
     def _counted(self, sources: Sequence[tuple[SuffixAutomaton, Place]], nodes: int, levels: int) -> Draft | None:
-        """Of the trees after every match the one whose guesses' chances, all of its path's multiplied, are most in
-        sum: the number of tokens that would be right. Of equal ones the first."""
+        """Returns the tree, of those after every match, with most tokens that would be right; of equal ones the first.
+
+        That number is the sum of its guesses' chances, each the product along its path.
+        """
         best, most = None, 0.0
         for text, place in sources:
             for state, match in text.matches(*place, self.knobs.min_match):

@@ -142,7 +142,8 @@ def written(ask: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _around(grammars: Mapping[str, str], answer: str, lark: bool) -> str:
-    """What llguidance compiles of several grammars: `answer` is Lark, or what it makes of a schema or expression."""
+    """Returns what llguidance compiles of several grammars. `answer` is Lark, or what it makes of a schema or
+    expression."""
     inner = {"lark_grammar": answer} if lark else json.loads(answer)["grammars"][0]
     for text in grammars.values():
         _fits("grammar", len(text), TEXT)

@@ -11,7 +11,7 @@ BEFORE, INSIDE, AFTER = range(3)  # the opening tag; both tags; the closing tag,
 
 
 class Thought(NamedTuple):
-    """Where a text is, and the last of its bytes, as far as a tag may begin in them."""
+    """A place in a text, and the last of its bytes, as far as a tag may begin in them."""
 
     phase: int
     tail: bytes = b""
@@ -27,7 +27,7 @@ class ReasoningTags:
         self.start = Thought(INSIDE if asked.get("opened") else BEFORE)
 
     def read(self, thought: Thought, tokens: Iterable[int]) -> Thought:
-        """Where the text is after these tokens."""
+        """Returns where the text is after these tokens."""
         text = thought.tail + b"".join([self._words.bytes[token] for token in tokens])
         phase = thought.phase
         if phase == BEFORE:

@@ -51,7 +51,7 @@ class Speller:
         return i not in special and i < len(self._texts) and bool(content) and self._texts[i] == content.encode()
 
     def _own(self, text: bytes) -> list[int] | None:
-        """As the tokenizer spells it; None where that is another text."""
+        """Returns the text as the tokenizer spells it; None where that is another text."""
         try:
             said = text.decode()
         except UnicodeDecodeError:

@@ -39,7 +39,7 @@ NAME, COUNT = {"type": "string"}, {"type": "integer", "minimum": 0}
 
 @dataclass(frozen=True)
 class SchemaTask:
-    """What is asked for, the schema of the answer, what tells a valid one, and instances that are valid or not."""
+    """A question, the schema of the answer, what tells a valid one, and instances that are valid or not."""
 
     wanted: str
     schema: Mapping[str, Any]
@@ -104,7 +104,7 @@ def asking(ask: Mapping[str, Any] | None) -> Load:
 
 
 def passes(case: Case, run: PlayedRun) -> float:
-    """Of a request, per token."""
+    """Returns the passes of a request per token."""
     return (run.work.emitted - run.work.accepted) / run.work.emitted
 
 

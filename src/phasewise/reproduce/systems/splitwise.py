@@ -37,9 +37,11 @@ MORE, MORE_FOR_LESS, LESS = 2.35, 1.4, 0.8  # times the throughput, at the same 
 
 @dataclass(frozen=True)
 class Provisioning:
-    """What a budget buys: that of `machines` machines of A100, in $/h (iso-cost) or W (iso-power). Pools are asked with
-    `requests`, and one machine without pools, which has a part of the rate, with a quarter of them: so both loads last
-    long enough for queues to show."""
+    """The machines that a budget buys: that of `machines` machines of A100, in $/h (iso-cost) or W (iso-power).
+
+    Pools are asked with `requests`, and one machine without pools, which has a part of the rate, with a quarter of
+    them: so both loads last long enough for queues to show.
+    """
 
     goal: Goal
     machines: int
@@ -47,7 +49,7 @@ class Provisioning:
     seed: int
 
     def of(self, kind: str) -> float:
-        """What a machine of this kind costs, $/h, or takes, W."""
+        """Returns what a machine of this kind costs, $/h, or takes, W."""
         source = known({"": kind}, WAYS, LLAMA)
         return source.price("") if self.goal == "iso-cost" else source.power("")
 

@@ -21,7 +21,7 @@ METHOD, LOAD = method("frequency"), loads.answering("copy", "json", "passkey@256
 
 
 def choosy(lab: Lab) -> AttemptOutcome:
-    """Of guesses by how often tokens followed, and by which followed last, the share that is accepted."""
+    """Compares the shares accepted of guesses by how often tokens followed and by which followed last."""
     found = {}
     for scores in ("frequency", "recency"):
         work = lab.play(method(scores), LOAD(lab.asked("pocket")), "pocket").work

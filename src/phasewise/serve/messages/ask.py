@@ -208,7 +208,7 @@ def _thinking(thinking: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _output(config: Mapping[str, Any], older: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What `output_config` asks for, as a chat completion says it. Raises ApiError."""
+    """Returns what `output_config` asks for, as a chat completion says it. Raises ApiError."""
     other = next((name for name, value in config.items() if name not in ("effort", "format") and value is not None), "")
     if other:
         raise ApiError(400, f"output_config: {other} is not supported here; leave it out", "output_config",

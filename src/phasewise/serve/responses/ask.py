@@ -197,7 +197,7 @@ def _custom(tool: Mapping[str, Any], i: int) -> dict[str, Any]:
 
 
 def _reasoning(reasoning: Mapping[str, Any]) -> dict[str, Any]:
-    """What `reasoning` asks for, as a chat completion says it. Raises ApiError."""
+    """Returns what `reasoning` asks for, as a chat completion says it. Raises ApiError."""
     known = ("effort", "summary", "generate_summary")  # reasoning is told whole, which leaves nothing to sum up
     other = next((name for name, value in reasoning.items() if name not in known and value is not None), None)
     if other is not None:

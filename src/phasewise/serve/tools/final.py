@@ -18,7 +18,7 @@ Ask = dict[str, Any]
 
 
 def around(tags: Tags | None, opened: bool, gap: bool, calls: Ask | None, spell: Spelling) -> Ask:
-    """What is asked besides the answer (`Params.ask`): grammars around it, and how reasoning ends.
+    """Returns what is asked besides the answer (`Params.ask`): grammars around it, and how reasoning ends.
 
     The text may begin with reasoning between `tags`, and does where the prompt has `opened` it. Then comes the answer,
     or what `calls` asks for. `gap`: blanks may stand beside the reasoning, as no answer begins with such.

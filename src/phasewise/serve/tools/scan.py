@@ -37,7 +37,7 @@ class KnownTools:
         return name in self.names
 
     def argument(self, name: str, key: str) -> ArgumentType:
-        """What the schema of a tool says of a parameter."""
+        """Returns what the schema of a tool says of a parameter."""
         return argument(self.schemas.get(name), key)
 
 

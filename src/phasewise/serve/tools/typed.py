@@ -1,4 +1,4 @@
-"""What a tool's schema says that an argument is, where a format writes arguments without quotes around texts."""
+"""Reads from a tool's schema what an argument is, where a format writes arguments without quotes around texts."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _parts(schema: Any, root: _Root, depth: int) -> Iterator[Mapping[str, Any]]:
 
 
 def _target(ref: Any, root: Any) -> Any:
-    """What a reference within the schema stands for; nothing is known of others."""
+    """Returns what a reference within the schema stands for; nothing is known of others."""
     if not isinstance(ref, str) or not ref.startswith("#"):
         return True
     found = root
