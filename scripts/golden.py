@@ -3,6 +3,7 @@
     python scripts/golden.py                       compare, under every instruction set that this processor has
     python scripts/golden.py --add attend.new ...  record methods that are new; no entry that there is is touched
     python scripts/golden.py --drop attend.old ... forget entries of cases that are no more
+    python scripts/golden.py --kernels             record bfloat16 of instruction sets that the record has not
     python scripts/golden.py --rewrite-everything  record all cases anew, which forgives every change of behaviour
 
 Tokens, counters and KV bytes in float32 are the same for all kernels, up to recorded near ties. In bfloat16 they are
@@ -63,6 +64,17 @@ def made(names: list[str]) -> dict[str, Any]:
     return entries
 
 
+def with_kernels(record: dict[str, Any]) -> dict[str, Any]:
+    """The record with bfloat16 of this processor's instruction sets for the entries that lack it."""
+    for kernels in sets():
+        if names := [name for name, entry in record.items() if kernels not in entry["bfloat16"]]:
+            ran = under(kernels, "--trace", "bfloat16", *names)
+            ran.check_returncode()
+            for name, one in json.loads(ran.stdout).items():
+                record[name]["bfloat16"][kernels] = one["trace"]
+    return record
+
+
 def compare() -> int:
     """Compare all entries in this process, and report. Returns how many cases differ."""
     record, cases, failed, skipped = golden.read(), golden.cases(), 0, 0
@@ -82,6 +94,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--add", nargs="+", metavar="CASE", help="methods, or single cases, to record that are new")
     parser.add_argument("--drop", nargs="+", metavar="CASE", help="entries to forget whose methods are no more")
+    parser.add_argument("--kernels", action="store_true", help="record bfloat16 of instruction sets that are new")
     parser.add_argument("--rewrite-everything", action="store_true", help="forget the record and make it anew")
     parser.add_argument("--here", action="store_true", help="compare with this process's kernels alone")
     parser.add_argument("--trace", nargs="+", metavar=("DTYPE", "CASE"), help="print traces as JSON")
@@ -96,6 +109,9 @@ def main() -> int:
         golden.write(made(list(golden.cases())))
         return 0
     record, known = golden.read(), golden.cases()
+    if options.kernels:
+        golden.write(with_kernels(record))
+        return 0
     if options.drop:
         if wrong := sorted(name for name in options.drop if name in known or name not in record):
             parser.error(f"{', '.join(wrong)}: not recorded, or still there")

@@ -74,18 +74,18 @@ def holding(verb: str, name: str, held: str, kind: str, other: str) -> dict[str,
     return given
 
 
-def traces(names: Collection[str], day: int, compared: bool | None = None) -> list[tuple[str, str, bool]]:
+def traces(names: Collection[str], day: int, lacking: Collection[str] | None = None) -> list[tuple[str, str, bool]]:
     """Name, dtype, and whether the quick tier compares the trace on this day.
 
     It compares every method in bfloat16 each day. A third of them follows in float32, which costs three times as much,
-    and a third of the wrappers over what they hold in bfloat16. `compared`: whether the record has bfloat16 of this
-    machine's kernels, which is looked up if it is not said; where it has none, every method is compared in float32.
+    and a third of the wrappers over what they hold in bfloat16. `lacking`: names whose record has no bfloat16 of this
+    machine's kernels, which are looked up if they are not said; methods among them are compared in float32 each day.
     """
-    if compared is None:
-        compared = all(kernels() in entry["bfloat16"] for entry in read().values())
+    if lacking is None:
+        lacking = {name for name, entry in read().items() if kernels() not in entry["bfloat16"]}
     single, wrapped = ([name for name in names if (":" in name) == held] for held in (False, True))
     often = {(name, "bfloat16") for name in single} | {(name, "bfloat16") for name in wrapped[day % 3 :: 3]}
-    often |= {(name, "float32") for name in (single[day % 3 :: 3] if compared else single)}
+    often |= {(name, "float32") for name in {*single[day % 3 :: 3], *(name for name in single if name in lacking)}}
     return [(name, dtype, (name, dtype) in often) for name in names for dtype in ("float32", "bfloat16")]
 
 

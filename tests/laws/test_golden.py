@@ -45,13 +45,13 @@ def test_a_method_gives_what_it_gave(name: str, dtype: str) -> None:
 
 def test_in_three_days_the_quick_tier_compares_all_but_what_methods_hold_in_float32() -> None:
     names = [f"method{i}" for i in range(7)] + [f"method{i}:part=other" for i in range(8)]
-    days = [[(name, dtype) for name, dtype, now in golden.traces(names, day) if now] for day in (5, 6, 7)]
+    days = [[(name, dtype) for name, dtype, now in golden.traces(names, day, ()) if now] for day in (5, 6, 7)]
     every = {(name, dtype) for name in names for dtype in ("float32", "bfloat16")}
     assert set().union(*days) == {(name, dtype) for name, dtype in every if ":" not in name or dtype == "bfloat16"}
     for day in days:
         assert {name for name, dtype in day if dtype == "bfloat16"} >= set(names[:7]), "every method, every day"
         assert len(day) <= 7 + 3 + 3
-    bare = [(name, dtype) for name, dtype, now in golden.traces(names, 5, compared=False) if now]
+    bare = [(name, dtype) for name, dtype, now in golden.traces(names, 5, names) if now]
     assert set(names[:7]) == {name for name, dtype in bare if dtype == "float32" and ":" not in name}
 
 

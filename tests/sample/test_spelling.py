@@ -159,6 +159,17 @@ def test_texts_come_byte_for_byte(tokenizer: Tokenizer, texts: list[str], random
     exactly(tokenizer, texts, random.choice)
 
 
+def test_a_first_token_that_would_lose_its_blank_is_said_in_parts() -> None:
+    """The decoder takes every blank out of a first token, so "b " begins with "b" alone."""
+    ids = {name: i for i, name in enumerate(vocabulary(False))}
+    backend = Backend(models.BPE(ids, [("b", SPACE)], unk_token="<unk>", byte_fallback=True))
+    backend.decoder = DECODERS["metaspace"]()
+    backend.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
+    tokenizer = Tokenizer(backend)
+    assert Speller(tokenizer, words_of(tokenizer).bytes, set())(b"b ") == [ids["b" + SPACE]]
+    exactly(tokenizer, ["b "], lambda may: may[-1])
+
+
 @settings(deadline=None, max_examples=60)
 @given(tokenizers(), st.data())
 def test_the_table_is_what_the_decoder_joins(tokenizer: Tokenizer, data: st.DataObject) -> None:

@@ -47,6 +47,11 @@ class Speller:
         own = self._own(text)
         return self._fewest(text) if own is None else own
 
+    def beginnings(self, text: bytes) -> list[int]:
+        """Token ids of which the bytes begin the text, one for each length."""
+        beginnings = (text[:length] for length in self._lengths if length <= len(text))
+        return [self._ids[beginning] for beginning in beginnings if beginning in self._ids]
+
     def _is_text(self, i: int, content: str, special: Collection[int]) -> bool:
         return i not in special and i < len(self._texts) and bool(content) and self._texts[i] == content.encode()
 

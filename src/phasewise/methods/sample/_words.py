@@ -61,6 +61,11 @@ class Words:
         return LLTokenizer(TokenizerWrapper(_Wrapped(self)), eos_token=list(self.ends))
 
 
+def has(mask: Bits, token: int) -> bool:
+    """True if the token is among those of a mask."""
+    return bool(mask[token // 32] >> (token % 32) & 1)
+
+
 class _Wrapped:
     """The vocabulary by the names that llguidance has for it."""
 

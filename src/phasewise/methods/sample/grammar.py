@@ -20,7 +20,7 @@ from phasewise.methods.sample._grammars import AROUND, KINDS, REASONING, Compile
 from phasewise.methods.sample._reasoning import ReasoningTags
 from phasewise.methods.sample._rest import Chained
 from phasewise.methods.sample._rules import goes_on
-from phasewise.methods.sample._words import Bits, Words, words_of
+from phasewise.methods.sample._words import Bits, Words, has, words_of
 from phasewise.ops.sampling import barred
 from phasewise.request.drawer import Drawer
 from phasewise.request.params import Params
@@ -112,6 +112,8 @@ class GrammarState(Drawer):
             self._back(0)
             ends = self.words.ends
             found = self._matcher.compute_ff_tokens()
+            if found and self._begins(()) and self._strips is not None and has(self._strips, found[0]):
+                found = []  # the text begins with another token than the usual one: the mask tells which
             self._sure = tuple(takewhile(lambda token: token not in ends and goes_on(params, token), found))
         return self._sure
 
@@ -129,7 +131,7 @@ class GrammarState(Drawer):
         """The tokens that may follow the text and `path`; None where the path leaves the grammar, or has ended.
         `stops`: tokens that end this text too."""
         if path not in self.masks:
-            self.masks[path] = self._mask(stops, first=not path and self.upto == self.first) if self._go(path) else None
+            self.masks[path] = self._mask(stops, first=self._begins(path)) if self._go(path) else None
         return self.masks[path]
 
     def counts(self, path: Path, stops: Sequence[int]) -> Tensor | None:
@@ -157,8 +159,18 @@ class GrammarState(Drawer):
         if stops and self._matcher.is_accepting():
             mask |= self.words.mask(stops)
         if first and self._strips is not None:
-            mask &= ~self._strips
+            left = mask & ~self._strips
+            # of a text that is certain, the matcher allows the usual spelling alone, which may begin with such a token
+            mask = left if left.any() else self._shorter() & ~self._strips
         return mask
+
+    def _shorter(self) -> Bits:
+        """Every token that the certain text begins with, as bits."""
+        return self.words.mask(self.words.speller.beginnings(self._matcher.compute_ff_bytes()))
+
+    def _begins(self, path: Path) -> bool:
+        """True if the token after `path` is the first of the text."""
+        return not path and self.upto == self.first
 
     def _go(self, path: Path) -> bool:
         """Move to below the text, as far as that is in the grammar. -> whether all of it is"""
