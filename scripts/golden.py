@@ -90,6 +90,16 @@ def compare() -> int:
     return failed
 
 
+def compare_all() -> int:
+    """Compare under every instruction set. Returns 1 where something differs, else 0."""
+    failed = 0
+    for kernels in (*sets(), "none"):
+        ran = under(kernels, "--here")
+        print(ran.stdout, end="", flush=True)
+        failed |= ran.returncode
+    return failed
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--add", nargs="+", metavar="CASE", help="methods, or single cases, to record that are new")
@@ -111,13 +121,11 @@ def main() -> int:
     record, known = golden.read(), golden.cases()
     if options.kernels:
         golden.write(with_kernels(record))
-        return 0
-    if options.drop:
+    elif options.drop:
         if wrong := sorted(name for name in options.drop if name in known or name not in record):
             parser.error(f"{', '.join(wrong)}: not recorded, or still there")
         golden.write({name: entry for name, entry in record.items() if name not in options.drop})
-        return 0
-    if options.add:
+    elif options.add:
         if old := sorted(set(options.add) & record.keys()):
             parser.error(f"{', '.join(old)}: already recorded, and an entry is never changed by --add")
         added = {case for name in options.add for case in golden.naming(name)} - record.keys()
@@ -125,13 +133,9 @@ def main() -> int:
             missing = sorted(known.keys() - record.keys())
             parser.error(f"{', '.join(unknown)}: no such case. Not recorded yet: {', '.join(missing) or 'none'}")
         golden.write(record | made(sorted(added)))
-        return 0
-    failed = 0
-    for kernels in (*sets(), "none"):
-        ran = under(kernels, "--here")
-        print(ran.stdout, end="", flush=True)
-        failed |= ran.returncode
-    return failed
+    else:
+        return compare_all()
+    return 0
 
 
 if __name__ == "__main__":
