@@ -69,7 +69,7 @@ def test_all_systems_are_written_down(
 
 def test_a_run_that_was_broken_off_goes_on(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is there is not measured again, unless it follows from another file, rule or version; nothing of it is lost
-    while others have their turn; another machine's is refused."""
+    while others have their turn. Each tells its own machine."""
     file, out = tmp_path / "found.json", tmp_path / "reproduced.md"
     words = ("reproduce", "--all", "--quick", "--no-time", "--json", file, "--out", out)
     monkeypatch.setattr("phasewise.reproduce.index.names", lambda: ["prompt_lookup"])
@@ -86,10 +86,16 @@ def test_a_run_that_was_broken_off_goes_on(cli: Cli, tmp_path: Path, monkeypatch
         found["reports"][0]["digest"] = digest
         file.write_text(json.dumps(found))
         assert cli(*words).code == 0 and ("*Note.* from before" in out.read_text()) is kept
-    found["machine"]["cpu"] = "Another One"
+    found["reports"][0] |= {"machine": "Another One", "digest": index.digest("prompt_lookup")}
     file.write_text(json.dumps(found))
-    said = cli(*words)
-    assert said.code == 2 and "measured on Another One" in said.err and "--anew" in said.err
+    assert cli(*words).code == 0 and "Measured on Another One." in out.read_text()
+
+
+def test_a_digest_follows_the_methods_and_what_they_import_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [file.name for file in index.methods(index.system("quest"))] == ["_select.py", "quest.py"]
+    before = index.digest("quest")
+    monkeypatch.setattr(index, "methods", lambda system: [])
+    assert index.digest("quest") != before
 
 
 def test_without_weights_one_system_stops_and_all_of_them_go_on(

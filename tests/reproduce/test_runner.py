@@ -268,8 +268,8 @@ def test_a_report_comes_back_from_json_and_reads_the_same(clocked: Lab) -> None:
     report = reproduce("lossy", system, clocked)
     again = Report.from_plain(json.loads(json.dumps(report.plain())))
     assert again == report and again.markdown() == report.markdown()
-    page = document([report], "phasewise reproduce --all", "On a machine.")
-    assert "phasewise reproduce --all" in page and "On a machine." in page
+    page = document([report], "phasewise reproduce --all")
+    assert "phasewise reproduce --all" in page
     assert page.count("## Guessing") == 1 and "*Note.* a note" in page
     assert "`the defaults`" in report.markdown().partition("times as fast (range)")[2], "what was timed is said"
 

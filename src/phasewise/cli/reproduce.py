@@ -35,7 +35,7 @@ class ReproduceOutput:
     ] = None
     json: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Results as JSON. With --all: what is kept (default: in the cache)."),
+        typer.Option(metavar="FILE", help="Results as JSON. With --all: what is kept (default: beside the page)."),
     ] = None
     anew: Annotated[
         bool,
@@ -44,12 +44,10 @@ class ReproduceOutput:
 
     def file(self, all_: bool) -> Path | None:
         """Where results are written, and with --all read before."""
-        from phasewise.known.shelf import caches
-
-        return self.json or (caches() / "phasewise" / "reproduced.json" if all_ else None)
+        return self.json or (self.out.with_suffix(".json") if all_ else None)
 
     def kept(self, all_: bool) -> dict[str, Report]:
-        """What was found before, by name. Raises UserError for a file that is none of these, or of another machine."""
+        """What was found before, by name. Raises UserError for a file that is none of these."""
         path = self.file(all_)
         return _kept(path) if all_ and not self.anew and path is not None and path.exists() else {}
 
@@ -122,10 +120,10 @@ def reproduce(
             if all_ and len(reports) < len(wanted):
                 say(progress(reports, wanted[len(reports) :], kept, scale))
             if all_:  # after each of them: it takes long
-                _write(output.out, reports, scale)
+                _write(output.out, reports, kept, scale)
             if output.write is not None:
                 _put(output.write, reports[-1], scale)
-    sections = [overview(reports)] if all_ else [*(report.markdown() for report in reports), _machine()]
+    sections = [overview(reports)] if all_ else [*(report.markdown() for report in reports)]
     print("\n\n".join(sections))
 
 
@@ -142,7 +140,7 @@ def _check(names: list[str], all_: bool, output: ReproduceOutput) -> None:
     if output.write is not None and all_:
         raise UserError("--write puts some systems into a page, and --all writes one: leave one of them out")
     if output.write is not None:
-        page.put(_read(output.write), [], "", "")
+        page.put(_read(output.write), [], "")
 
 
 def _one(name: str, lab: Lab, among: bool, kept: Report | None) -> Report:
@@ -160,8 +158,9 @@ def _one(name: str, lab: Lab, among: bool, kept: Report | None) -> Report:
             found = timed(kept, system, lab, lambda what: bar(next(done)))
         else:
             found = reproduce(name, system, lab, lambda what: bar(next(done)), among=among)
-    before = 0.0 if kept is None else kept.seconds
-    return replace(found, digest=digest, seconds=before + time.monotonic() - began)
+    (before, there), here = (0.0, "") if kept is None else (kept.seconds, kept.machine), _machine()
+    machine = here if there in ("", here) else f"{there} (counters and answers) and on {here} (times)"
+    return replace(found, digest=digest, seconds=before + time.monotonic() - began, machine=machine)
 
 
 def progress(found: Sequence[Report], left: Sequence[str], kept: Mapping[str, Report], scale: Scale) -> str:
@@ -182,43 +181,42 @@ def progress(found: Sequence[Report], left: Sequence[str], kept: Mapping[str, Re
 
 
 def _save(path: Path, reports: list[Report], kept: dict[str, Report]) -> None:
-    """With those kept whose turn has not come yet: a run that is broken off loses nothing."""
-    from phasewise.bench.machine import describe
-
+    """With those kept whose turn has not come yet: a run that is broken off loses nothing. One report a line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     everything = kept | {report.name: report for report in reports}
-    found = {"machine": describe(), "reports": [report.plain() for report in everything.values()]}
-    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    lines = [json.dumps(everything[name].plain(), ensure_ascii=False) for name in sorted(everything)]
+    path.write_text('{"reports": [\n' + ",\n".join(lines) + "\n]}\n", encoding="utf-8")
 
 
 def _kept(path: Path) -> dict[str, Report]:
-    from phasewise.bench.machine import cpu
     from phasewise.reproduce.report import Report
 
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        there, reports = found["machine"]["cpu"], [Report.from_plain(one) for one in found["reports"]]
+        reports = [Report.from_plain(one) for one in found["reports"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"json={path} is nothing to go on with, as `reproduce --all` writes it ({error!r}): measure "
                         "all with --anew") from error  # fmt: skip
-    if there != cpu():
-        raise UserError(
-            f"json={path} was measured on {there}, this is {cpu()}: begin a file of its own, or measure all with --anew"
-        )
     return {report.name: report for report in reports}
 
 
-def _write(out: Path, reports: list[Report], scale: Scale) -> None:
+def _write(out: Path, reports: list[Report], kept: dict[str, Report], scale: Scale) -> None:
+    """The page of what is found now, and of what was found before of systems whose turn has not come."""
+    from phasewise.reproduce import index
     from phasewise.reproduce.page import document
 
+    everything = kept | {report.name: report for report in reports}
+    told = [everything[name] for name in index.names() if name in everything]
+    older = [report.name for report in told if report.digest != index.digest(report.name)]
+    left = [name for name in index.names() if name not in everything]
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(document(reports, _command("--all", scale), _machine()), encoding="utf-8")
+    out.write_text(document(told, _command("--all", scale), older, left), encoding="utf-8")
 
 
 def _put(path: Path, report: Report, scale: Scale) -> None:
     from phasewise.reproduce.page import put
 
-    path.write_text(put(_read(path), [report], _command(report.name, scale), _machine()), encoding="utf-8")
+    path.write_text(put(_read(path), [report], _command(report.name, scale)), encoding="utf-8")
 
 
 def _read(path: Path) -> str:
@@ -242,4 +240,4 @@ def _machine() -> str:
 
     about = describe()
     room = f"{about['cores']} cores, {about['threads']} threads"
-    return f"On {about['cpu']}, {kernels()}, {room}, torch {about['torch']}."
+    return f"{about['cpu']}, {kernels()}, {room}, torch {about['torch']}"

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import inspect
 import pkgutil
+import re
 from functools import cache
 from pathlib import Path
 
+from phasewise import catalog
 from phasewise.errors import UserError, near
 from phasewise.reproduce import systems
 from phasewise.reproduce.system import System
 from phasewise.version import __version__
 
 RULE = ("verdict", "system", "runner", "clock", "grading", "answers", "headroom", "panel", "play")
+
+
+METHODS = "phasewise.methods."
+IMPORTED = re.compile(r"^from (phasewise\.methods\.[\w.]+) import", re.MULTILINE)
 
 
 @cache
@@ -23,15 +30,30 @@ def names() -> list[str]:
 
 
 def digest(name: str) -> str:
-    """What a verdict on a system follows from: its file, the rule, what measures, and the version of phasewise.
+    """What a verdict on a system follows from: its file, its contenders' methods with what these import of other
+    methods, the rule, what measures, and the version of phasewise.
 
     A report of another digest is not of today's.
     """
     files = [Path(systems.__path__[0]) / f"{name}.py", *(Path(__file__).with_name(f"{each}.py") for each in RULE)]
     found = hashlib.sha256(__version__.encode())
-    for file in files:
+    for file in [*files, *methods(system(name))]:
         found.update(file.read_bytes())
     return found.hexdigest()[:16]
+
+
+def methods(one: System) -> list[Path]:
+    """The files of the methods that a system's contenders name, and of the methods' own modules that these import."""
+    verbs = {(verb, text.partition(":")[0]) for who in one.contenders.values() for verb, text in who.verbs.items()}
+    left = [catalog.method(verb, name).__module__ for verb, name in verbs]
+    found = dict[str, Path]()
+    while left:
+        module = left.pop()
+        if module in found or not module.startswith(METHODS):
+            continue
+        found[module] = file = Path(inspect.getfile(importlib.import_module(module)))
+        left += IMPORTED.findall(file.read_text(encoding="utf-8"))
+    return [found[module] for module in sorted(found)]
 
 
 def system(name: str) -> System:

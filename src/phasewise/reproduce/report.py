@@ -42,7 +42,7 @@ class Speed:
 @dataclass(frozen=True)
 class Report:
     """One system as it was found. `settings` are the contenders by role, as words; `digest` is that of the files and
-    the version that it follows from, and `seconds` what it took."""
+    the version that it follows from, `machine` where it was measured, and `seconds` what it took."""
 
     name: str
     title: str
@@ -61,6 +61,7 @@ class Report:
     line: str = ""
     arithmetic: tuple[str, ...] = ()
     digest: str = ""
+    machine: str = ""
     seconds: float = 0.0
 
     @classmethod
@@ -112,6 +113,8 @@ class Report:
             blocks.append(f"**Verdict: {self.verdict.word}.** Every condition of the claim passes, and controls lose.")
         if self.note:
             blocks.append(f"*Note.* {self.note}")
+        if self.machine:
+            blocks.append(f"Measured on {self.machine}.")
         return "\n\n".join(blocks)
 
     def _here(self) -> str:
