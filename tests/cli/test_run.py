@@ -124,3 +124,18 @@ def test_a_reader_that_leaves_early_is_no_traceback() -> None:
     errors = process.stderr.read().decode()
     process.wait(60)
     assert "Traceback" not in errors, errors
+
+
+def test_a_model_alone_begins_a_conversation(cli: Cli, llm: LLM, stdin: Any) -> None:
+    stdin("hello\n")
+    said = cli("run", chat_checkpoint(), "--max-tokens", 4, "--kv-bytes", "64M")
+    assert said.out == llm.chat([{"role": "user", "content": "hello"}], Params(max_tokens=4)).text + "\n"
+    said = cli("run", chat_checkpoint(), "the fox", "--max-tokens", 4, "--kv-bytes", "64M")
+    assert said.out == llm.generate("the fox", Params(max_tokens=4))[0].text + "\n"
+
+
+def test_a_file_that_is_not_there_is_no_prompt(cli: Cli) -> None:
+    said = cli("run", "no/such.gguf")
+    assert said.code == 2 and "there is no file no/such.gguf" in said.err
+    said = cli("run", "the", "quick", "fox", *MODEL)
+    assert said.code == 2 and "quote a prompt as one" in said.err

@@ -19,6 +19,7 @@ from phasewise.cli import (
     models,
     plan,
     profile,
+    pull,
     report,
     reproduce,
     run,
@@ -53,6 +54,7 @@ def phasewise(
 
 app.command("serve")(serve.serve)
 app.command("run")(run.run)
+app.command("pull")(pull.pull)
 app.command("methods")(methods.methods)
 app.command("eval")(evaluate.evaluate)
 app.command("profile")(profile.profile)

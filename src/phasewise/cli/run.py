@@ -1,11 +1,13 @@
-"""`phasewise run`: a prompt to text on stdout, or a conversation."""
+"""`phasewise run`: a conversation in the terminal, or a prompt to text on stdout."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,6 +15,7 @@ import typer
 from phasewise.cli.options import DEFAULTS, EngineOptions, spread
 from phasewise.cli.progress import console
 from phasewise.errors import UserError
+from phasewise.known.models import every
 
 if TYPE_CHECKING:
     from phasewise.llm import LLM
@@ -21,22 +24,40 @@ if TYPE_CHECKING:
 
 @spread
 def run(
-    prompt: Annotated[str | None, typer.Argument(help="The prompt. Default: read from stdin.")] = None,
+    context: typer.Context,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODEL] [PROMPT]",
+            help="A model (known name, .gguf file, directory), then a prompt. One word that names a model is one.",
+            show_default=False,
+        ),
+    ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Hold a conversation that remembers its turns.")] = False,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most new tokens of an answer.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="Temperature of sampling; 0: greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of sampling. The same seed gives the same text.")] = 0,
     engine: EngineOptions = DEFAULTS,
 ) -> None:
-    """Continue a prompt, or talk to the model with --chat. The text streams to stdout.
+    """Talk to a model in the terminal, or continue a prompt. The text streams to stdout.
+
+    A model alone begins a conversation. A prompt alone is continued by --model.
 
     [bold]Examples[/]
 
+      phasewise run smollm2
+      phasewise run path/to/model.gguf --temperature 0.7
+      phasewise run smollm2 "The capital of France is"
       phasewise run "def fibonacci(n):"
       git diff | phasewise run --max-tokens 64
       phasewise run --chat --temperature 0.7
       phasewise run "import os" --draft prompt_lookup:k=6
     """
+    source = context.get_parameter_source("model")
+    model, prompt = _split(words or [], named=source is not None and source.name == "COMMANDLINE")
+    if model is not None:
+        engine = dataclasses.replace(engine, model=model)
+        chat = chat or prompt is None
     if prompt is None and not chat:
         prompt = _piped()
     llm = engine.llm()
@@ -48,6 +69,32 @@ def run(
     else:
         assert prompt is not None
         _show(llm, prompt, params)
+
+
+def _split(words: list[str], named: bool) -> tuple[str | None, str | None]:
+    """The model and the prompt among the arguments. `named`: --model says which model, so that all is the prompt."""
+    if len(words) > 2 or (named and len(words) > 1):
+        raise UserError(f"there are {len(words)} arguments {words}: quote a prompt as one")
+    if named or not words:
+        return None, words[0] if words else None
+    if len(words) == 2:
+        return words[0], words[1]
+    only = words[0]
+    if only in every() or _is_model(Path(only).expanduser()):
+        return only, None
+    if only.lower().endswith(".gguf"):
+        raise UserError(f"there is no file {only}: check the path")
+    return None, only
+
+
+def _is_model(path: Path) -> bool:
+    """True for a GGUF file, and for a directory with a checkpoint."""
+    try:
+        if path.is_dir():
+            return (path / "config.json").is_file() or next(path.glob("*.gguf"), None) is not None
+        return path.suffix.lower() == ".gguf" and path.is_file()
+    except OSError:  # a prompt that is too long for a name
+        return False
 
 
 def _piped() -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 
 from phasewise.errors import UserError
@@ -58,6 +60,68 @@ def _gguf_in(directory: Path) -> Path | None:
     return models[0] if models else None
 
 
+def wanted(names: Sequence[str], file: str | None, of: str) -> list[str]:
+    """The files of a hub repository `of` that make one model: its safetensors with their settings, or one GGUF file.
+
+    `names` are all files that it has, `file` is the GGUF file the user asks for. Raises UserError where there are
+    several models to choose from, or none.
+    """
+    if file is not None:
+        if file not in names or not file.lower().endswith(".gguf"):
+            there = ", ".join(name for name in names if name.lower().endswith(".gguf")) or "no .gguf file"
+            raise UserError(f"{of} has no GGUF file {file!r}; it has {there}")
+        return [file]
+    found = [name for name in names if _any(name, WANTED) and not _any(name, UNWANTED)]
+    if any(name.endswith(".safetensors") for name in found):
+        return found
+    models = [name for name in names if name.lower().endswith(".gguf") and not Path(name).name.startswith("mmproj")]
+    models = [name for name in models if not re.search(r"-(?!00001)\d{5}-of-\d{5}\.gguf$", name)]  # further shards
+    if len(models) == 1:
+        stem = re.sub(r"-00001-of-(\d{5})\.gguf$", "", models[0])
+        return [name for name in names if name == models[0] or (stem != models[0] and name.startswith(f"{stem}-0"))]
+    if models:
+        raise UserError(f"{of} holds {len(models)} GGUF models: choose one with --file: {', '.join(models)}")
+    raise UserError(f"{of} has neither safetensors nor GGUF files; other weights are not read, for they may run code. "
+                    "Choose another repository of this model")  # fmt: skip
+
+
+def pull(name: str, *, file: str | None = None, revision: str | None = None) -> Path:
+    """Downloads the model of a hub id into the hub's cache, and returns its folder, or its GGUF file.
+
+    Files that are there whole are not downloaded again, and a connection that breaks goes on where it stopped. Raises
+    UserError naming what failed, and what could be passed instead.
+    """
+    if not HUB_ID.fullmatch(name):
+        raise UserError(f"{name!r} is no hub id: write one like org/name")
+    try:
+        from huggingface_hub import HfApi, snapshot_download
+    except ImportError as error:
+        raise UserError("pulling from the hub needs the extra: pip install 'phasewise[hub]'") from error
+    try:
+        there = HfApi().model_info(name, revision=revision).siblings or ()  # asked once: without a network it says so
+        files = wanted([each.rfilename for each in there], file, name)
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=files))
+    except UserError:
+        raise
+    except Exception as error:  # of the hub's client, and of the HTTP library beneath it, which changes
+        raise UserError(
+            f"{name} could not be pulled ({_first_line(error)}): check the name and the network (HF_ENDPOINT names "
+            "another hub), or pass the path of a .gguf file, or of a folder with config.json and *.safetensors, to run "
+            "and serve"
+        ) from error
+    models = [each for each in files if each.lower().endswith(".gguf")]
+    return folder / models[0] if models else folder
+
+
+def _any(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0].rstrip(".") if text else type(error).__name__
+
+
 def _download(name: str) -> Path:
     local = "or pass a local directory that holds config.json, *.safetensors and tokenizer.json"
     try:
@@ -67,11 +131,12 @@ def _download(name: str) -> Path:
         raise UserError(f"There is no directory {name!r}, and downloading it as a hub id needs the extra: "
                         f"pip install 'phasewise[hub]', {local}.") from error  # fmt: skip
     try:
-        return Path(snapshot_download(name, allow_patterns=WANTED, ignore_patterns=UNWANTED))
+        folder = Path(snapshot_download(name, allow_patterns=WANTED, ignore_patterns=UNWANTED))
+        return _gguf_in(folder) or folder  # pulled before
     except HFValidationError as error:
         raise UserError(f"There is no directory {name!r}, and it is not a valid hub id ({error}). Check the "
                         f"name, {local}.") from error  # fmt: skip
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"There is no directory {name!r}, and the hub id could not be downloaded ({reason}). Check the "
+        raise UserError(f"There is no directory {name!r}, and the hub id could not be downloaded "
+                        f"({_first_line(error)}). Check the "
                         f"name and the network, {local}.") from error  # fmt: skip
