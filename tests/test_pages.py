@@ -31,7 +31,7 @@ SHORTER = {
     "phasewise bench draft": "--per-task 1 --tokens 16",
     "python scripts/same_tokens.py": "--questions 3 --tokens 16",
     "phasewise profile": "--quick --alone --threads 1",
-    "phasewise run --chat": "--max-tokens 8",
+    "phasewise run": "--max-tokens 8",
     "phasewise models": "",
     "phasewise tune": "--workload fixed:prompt=64,new=16 --requests 2 --quality code --examples 2 --rounds 3",
     "phasewise keys new": "",
