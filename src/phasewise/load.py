@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from pathlib import Path
 
@@ -48,6 +49,14 @@ def files_of(name: str) -> Source:
 def config_of(name: str) -> ModelConfig:
     """The architecture of the model called `name`; its weights are not read."""
     return parse_config(files_of(name).settings())
+
+
+def weight_bytes(name: str, dtype: str | None) -> int:
+    """Bytes of the weights of the model called `name` in a dtype (None: the checkpoint's own), told by the shapes of
+    its tensors. A known model is fetched for it, and nothing is loaded."""
+    tensors, chosen = files_of(name).tensors(), dtype_of(dtype)
+    sizes = ((math.prod(tensors.shape(each)), chosen or tensors.dtype(each)) for each in tensors.where)
+    return sum(count * kind.itemsize for count, kind in sizes)
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:

@@ -7,7 +7,7 @@ import re
 import tempfile
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 import httpx
 import openai
@@ -36,7 +36,7 @@ class Server:
         self._http = httpx.Client(verify=False, timeout=PATIENCE)  # certificates take longer to read than answers
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (a pipe that nobody reads would fill up)
         self.model = str(model or chat_checkpoint(chat))
-        self.process = Forked(start, self.model, json.dumps(options), errors=self._errors)
+        self.process = self._process(options)
         self.banner = self.process.stdout.readline()
         self.curl = self.process.stdout.readline()
         found = re.search(r"https?://[^ ]+", self.banner)
@@ -45,7 +45,10 @@ class Server:
         self.url = found[0]
         self.port = int(self.url.rpartition(":")[2])
 
-    def __enter__(self) -> Server:
+    def _process(self, options: dict[str, Any]) -> Forked:
+        return Forked(start, self.model, json.dumps(options), errors=self._errors)
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -237,7 +239,56 @@ class Recipes:
         return replace(policy, recipes=files.OptionsFile(self.config, recipes.read(self.recipe or ())))
 
 
-ADDRESS, OFFER, ACCESS, RECIPES = Address(), Offer(), Access(), Recipes()
+@dataclass(frozen=True)
+class Many:
+    """Many models behind one server."""
+
+    models: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE|DIR",
+            help="Serve many models by name: a TOML, YAML or JSON file of them, or a folder of models. Each is loaded "
+            "when a request names it, and the options here are those of all. Instead of --model.",
+        ),
+    ] = None
+    models_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Most memory for weights and KV budgets of all loaded models, such as 16G. Where it is short, the "
+            "model not asked for the longest is unloaded. Default: three quarters of memory.",
+        ),
+    ] = None
+    load_wait: Annotated[
+        float,
+        typer.Option(
+            min=0.0, metavar="SECONDS",
+            help="Longest time that a request waits for its model to be loaded before it gets 503. Streams wait "
+            "until it is loaded, and are told how far it is.",
+        ),
+    ] = 60.0  # fmt: skip
+
+    def serve(
+        self, address: Address, engine: EngineOptions, policy: ServePolicy, named: Mapping[str, Mapping[str, str]],
+        slo: SLO,
+    ) -> None:  # fmt: skip
+        """Serve them. Raises UserError."""
+        assert self.models is not None
+        from phasewise.cli.served_models import Common, entries
+
+        found = entries(self.models, Common(engine, named, policy, slo))
+        limit = parse_bytes(self.models_memory) if self.models_memory else memory() * 3 // 4
+        try:
+            from phasewise.serve.registry.app import run_models
+        except ImportError as error:
+            raise UserError(f"serving needs the extra ({error}): pip install 'phasewise[serve]'") from error
+        run_models(
+            found, limit=limit, wait=self.load_wait, host=address.host, port=address.port,
+            policy=replace(policy, sleep_after=None),
+        )  # fmt: skip
+
+
+ADDRESS, OFFER, ACCESS, RECIPES, MANY = Address(), Offer(), Access(), Recipes(), Many()
 SERVED = replace(DEFAULTS, model="smollm2")  # who starts a server wants answers; the other commands stay offline
 
 
@@ -248,6 +299,7 @@ def serve(
     offer: Offer = OFFER,
     access: Access = ACCESS,
     choices: Recipes = RECIPES,
+    many: Many = MANY,
     engine: EngineOptions = SERVED,
 ) -> None:
     """Serve a model over HTTP to any OpenAI or Anthropic client.
@@ -264,6 +316,7 @@ def serve(
 
       phasewise serve
       phasewise serve --model pocket
+      phasewise serve --models models.toml --models-memory 16G
       phasewise serve --model path/to/model --port 8011 --dtype bfloat16 --kv-bytes 2G
       phasewise serve --draft prompt_lookup:k=6 --evict snapkv:keep=0.25 --schedule sarathi:budget=256
       phasewise serve --schedule slo --slo-ttft 500 --slo-tpot 50
@@ -272,19 +325,29 @@ def serve(
       phasewise serve --host 0.0.0.0 --keys keys.toml
       phasewise serve --place disaggregated:prefill=1,decode=2 --cluster processes
     """
-    if not engine.speaks_of_drafts:
-        engine = replace(engine, draft=DRAFTER)
     policy = choices.within(offer.within(access.policy()))
     named = choices.named()
-    engine.check(named)
     source = context.get_parameter_source("model")
     asked = source is not None and source.name != "DEFAULT"
+    if many.models is not None:
+        if asked or offer.name is not None:
+            raise UserError("--models names the models that are served: leave --model and --name out")
+        many.serve(address, engine, policy, named, offer.slo())
+        return
+    if not engine.speaks_of_drafts:
+        engine = replace(engine, draft=DRAFTER)
+    engine.check(named)
     from phasewise.serve.app import run
 
     def load() -> LLM:
         return (engine if asked else _or_pocket(engine)).llm(named)
 
     run(load, host=address.host, port=address.port, name=offer.name, slo=offer.slo(), policy=policy)
+
+
+def memory() -> int:
+    """Bytes of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _or_pocket(engine: EngineOptions) -> EngineOptions:

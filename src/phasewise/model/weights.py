@@ -8,7 +8,8 @@ import logging
 import mmap
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +27,8 @@ INDEXED = "safetensors.index.json"
 INDEX, SINGLE, CONFIG, ADAPTER = f"model.{INDEXED}", "model.safetensors", "config.json", "adapter_config.json"
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 log = logging.getLogger(__name__)
+# told of the part of a model's weights that is read, while one is loaded in this context
+LOADING: ContextVar[Callable[[float], object] | None] = ContextVar("loading", default=None)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Buffers that old exports wrote although they follow from the configuration.
 HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
@@ -201,6 +204,7 @@ class Weights:
         self.layout = dict(layout)
         self.device = device
         self.taken_bytes = 0
+        self._told, self._parts = LOADING.get(), len(layout)
         _compare(checkpoint, layout)
         self.int8 = dtype == torch.int8
         dtype = torch.bfloat16 if self.int8 else dtype
@@ -216,6 +220,8 @@ class Weights:
         """The tensor under `key`, once. A single part that needs no change stays a view of the mapped file."""
         tensor = self._fuse(self.layout.pop(key))
         self.taken_bytes += tensor.nbytes
+        if self._told is not None:
+            self._told(1 - len(self.layout) / self._parts)
         return tensor
 
     def _fuse(self, parts: tuple[Part, ...]) -> Tensor:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from phasewise.llm import LLM
     from phasewise.request.params import SLO
+    from phasewise.serve.front import Front
     from phasewise.serve.guard.keys import KeyRing
     from phasewise.serve.service import Service
     from phasewise.serve.watch.traces import Tracer
@@ -57,39 +58,53 @@ def run(
     began = time.monotonic()
     with bound(host, port) as sock:
         impatient(sock, policy.write_timeout)
-        try:
-            from phasewise.serve.guard.keys import read
-            from phasewise.serve.server import serve
-            from phasewise.serve.watch.logs import configure
-            from phasewise.serve.watch.traces import exporter
-        except ImportError as error:
-            raise UserError(f"serving needs the extra ({error}): pip install 'phasewise[serve]'") from error
-        if policy.keys is not None:  # mistakes are known before a model is loaded
-            read(policy.keys)
-        if policy.tls is not None:
-            check_tls(*policy.tls)
-        if policy.otel is not None:
-            exporter(policy.otel).shutdown()
-        if policy.log is not None:
-            configure(policy.log)
+        check(policy)
         loaded = llm() if callable(llm) else llm
         app = create_app(loaded, name=name, slo=slo, policy=policy)
         gc.freeze()  # what is imported and loaded stays: looking through it again takes a tenth of a second
-        url = address(host, sock, "http" if policy.tls is None else "https")
-
-        def ready() -> None:
-            if policy.keys is None and not loopback(sock):
-                print(f"warning: {OPEN_TO_ALL}", file=sys.stderr, flush=True)
-            print(banner(loaded, app.state.service.name, url, time.monotonic() - began), flush=True)
-            if policy.playground:
-                print(f"Playground: {url}/", flush=True)
-
         try:
-            listen(sock, host)
-            serve(app, sock, ready, policy.tls, policy.keep_alive)
+            called = app.state.service.name
+            until_signal(app, sock, host, policy, lambda url: banner(loaded, called, url, time.monotonic() - began))
         finally:
             if loaded is not llm:
                 loaded.close()
+
+
+def check(policy: ServePolicy) -> None:
+    """Raise UserError for mistakes that are known before a model is loaded; logs are written as it says from now on."""
+    try:
+        from phasewise.serve.guard.keys import read
+        from phasewise.serve.watch.logs import configure
+        from phasewise.serve.watch.traces import exporter
+    except ImportError as error:
+        raise UserError(f"serving needs the extra ({error}): pip install 'phasewise[serve]'") from error
+    if policy.keys is not None:
+        read(policy.keys)
+    if policy.tls is not None:
+        check_tls(*policy.tls)
+    if policy.otel is not None:
+        exporter(policy.otel).shutdown()
+    if policy.log is not None:
+        configure(policy.log)
+
+
+def until_signal(
+    app: FastAPI, sock: socket.socket, host: str, policy: ServePolicy, banner: Callable[[str], str]
+) -> None:
+    """Serve an application on a bound socket until SIGINT or SIGTERM; `banner` says what is printed of its address."""
+    from phasewise.serve.server import serve
+
+    url = address(host, sock, "http" if policy.tls is None else "https")
+
+    def ready() -> None:
+        if policy.keys is None and not loopback(sock):
+            print(f"warning: {OPEN_TO_ALL}", file=sys.stderr, flush=True)
+        print(banner(url), flush=True)
+        if policy.playground:
+            print(f"Playground: {url}/", flush=True)
+
+    listen(sock, host)
+    serve(app, sock, ready, policy.tls, policy.keep_alive)
 
 
 def create_app(
@@ -103,12 +118,9 @@ def create_app(
     """The ASGI application around a model. Its lifespan starts and ends the engine's thread. `tracer`: instead of one
     that the policy asks for."""
     from fastapi import FastAPI
-    from starlette.exceptions import HTTPException
 
     from phasewise import __version__
-    from phasewise.errors import PhasewiseError
     from phasewise.serve.described import describe
-    from phasewise.serve.guard.gate import Gate
     from phasewise.serve.guard.keys import KeyRing
     from phasewise.serve.reloader import Reloader
     from phasewise.serve.service import Service
@@ -131,20 +143,36 @@ def create_app(
     app.state.service, app.state.again = service, Reloader(service, keys, policy.recipes)
     if keys is not None:
         service.metrics.registry.register(keys)
-    app.add_middleware(Gate, service=service, keys=keys, policy=policy, tracer=tracer)
-    if policy.origins:
-        from starlette.middleware.cors import CORSMiddleware
+    guard(app, service, keys, policy, tracer)
+    add_routes(app, service)
+    show(app, service, keys, policy)
+    describe(app)
+    return app
 
+
+def guard(app: FastAPI, front: Front, keys: KeyRing | None, policy: ServePolicy, tracer: Tracer | None) -> None:
+    """Adds what stands before all endpoints: the gate, other origins, and the answers to errors."""
+    from starlette.middleware.cors import CORSMiddleware
+
+    from phasewise.serve.guard.gate import Gate
+
+    app.add_middleware(Gate, service=front, keys=keys, policy=policy, tracer=tracer)
+    if policy.origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=policy.origins, allow_methods=METHODS, allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )  # fmt: skip
-    add_routes(app, service)
-    show(app, service, keys, policy)
-    describe(app)
+    refusals(app, front)
+
+
+def refusals(app: FastAPI, front: Front) -> None:
+    """Has every exception answered by the front."""
+    from starlette.exceptions import HTTPException
+
+    from phasewise.errors import PhasewiseError
+
     for error in (PhasewiseError, HTTPException, Exception):
-        app.add_exception_handler(error, service.refuse)
-    return app
+        app.add_exception_handler(error, front.refuse)
 
 
 def add_routes(app: FastAPI, service: Service) -> None:

@@ -15,29 +15,32 @@ log = logging.getLogger(__name__)
 
 
 class Reloader:
-    """Reads what may change while a server runs; whatever is wrong with it stays as it was, and the log says why."""
+    """Reads what may change while a server runs; whatever is wrong with it stays as it was, and the log says why.
 
-    def __init__(self, service: Service, keys: KeyRing | None, recipes: Callable[[], Reread] | None) -> None:
+    `service`: whose recipes those are; None: a server of many models, where `recipes` are not read again.
+    """
+
+    def __init__(self, service: Service | None, keys: KeyRing | None, recipes: Callable[[], Reread] | None) -> None:
         self._service, self._keys, self._recipes = service, keys, recipes
         self._turn = asyncio.Lock()
 
     async def __call__(self) -> None:
         """The recipes, then the keys, which may name them; without any file there is nothing to read."""
         async with self._turn:
-            if self._recipes is not None:
-                await self._revise(self._recipes)
+            if self._recipes is not None and self._service is not None:
+                await self._revise(self._service, self._recipes)
             if self._keys is not None:
                 self._keys.reload()
 
-    async def _revise(self, read: Callable[[], Reread]) -> None:
+    async def _revise(self, service: Service, read: Callable[[], Reread]) -> None:
         try:
             found = await asyncio.to_thread(read)
-            await self._service.revise(found.recipes)
+            await service.revise(found.recipes)
         except UserError as error:
             log.error("the recipes stay as they were: %s", error)
         except Exception:  # of a method's own binding
             log.exception("the recipes stay as they were")
         else:
-            log.warning("the recipes have been read again: %s", ", ".join(self._service.llm.recipes) or "none")
+            log.warning("the recipes have been read again: %s", ", ".join(service.llm.recipes) or "none")
             if found.changed:
                 log.warning("%s changed as well, and will count when the server starts again", ", ".join(found.changed))

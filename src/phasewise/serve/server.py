@@ -13,8 +13,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from phasewise.serve.direct import Protocol
+from phasewise.serve.front import Front
 from phasewise.serve.reloader import Reloader
-from phasewise.serve.service import Service
 
 PATIENCE = 5.0  # seconds that running requests have to finish after SIGINT or SIGTERM
 LAST_WORDS = 2  # seconds more for their last bytes to reach the clients
@@ -23,7 +23,7 @@ LAST_WORDS = 2  # seconds more for their last bytes to reach the clients
 class Server(uvicorn.Server):
     """Calls `ready` once it accepts connections; a signal ends it without an error, but SIGHUP has files read again."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, again: Reloader, ready: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, service: Front, again: Reloader, ready: Callable[[], None]) -> None:
         super().__init__(config)
         self._service, self._again, self._ready = service, again, ready
         self._signals = 0
@@ -43,7 +43,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.close()
-        asyncio.get_running_loop().call_later(PATIENCE, self._service.engine.cancel_all)
+        asyncio.get_running_loop().call_later(PATIENCE, self._service.cancel_all)
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -51,7 +51,7 @@ class Server(uvicorn.Server):
         self._signals += 1
         self.should_exit = True
         if self._signals == 2:
-            self._service.engine.cancel_all()
+            self._service.cancel_all()
         self.force_exit = self._signals > 2
 
 

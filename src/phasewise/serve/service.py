@@ -40,7 +40,7 @@ from phasewise.serve.idle_unloader import IdleUnloader
 from phasewise.serve.loop import EngineLoop
 from phasewise.serve.messages.ask import error_body
 from phasewise.serve.messages.endpoint import Messages
-from phasewise.serve.responses.endpoint import Responses
+from phasewise.serve.responses.endpoint import Responses, Stored
 from phasewise.serve.scores.embeddings import Embeddings
 from phasewise.serve.scores.scoring import ScoringEndpoint
 from phasewise.serve.tools.asked import strict
@@ -57,10 +57,13 @@ A = TypeVar("A", bound=BaseModel)
 class Service:
     """A model behind HTTP. `name` is what clients call it, and `name@recipe` where they want one of its recipes.
 
-    `slo`: the targets of requests that name none. Raises UserError for a policy that cannot be.
+    `slo`: the targets of requests that name none. `stored`: responses that others have kept, too. Raises UserError for
+    a policy that cannot be.
     """
 
-    def __init__(self, llm: LLM, name: str, policy: ServePolicy, slo: SLO | None = None) -> None:
+    def __init__(
+        self, llm: LLM, name: str, policy: ServePolicy, slo: SLO | None = None, stored: Stored | None = None
+    ) -> None:
         self.llm, self.name, self.created = llm, name, int(time.time())
         _refuse_budget(llm)
         self.slo = slo or SLO()
@@ -76,7 +79,7 @@ class Service:
         self._apart = ThreadPoolExecutor(TEMPLATES, "templates")
         self._infill = Infill(llm.tokenizer)
         self._bodies, self._about = Bodies(), About(self)
-        self.responses = Responses(self, policy.stored_bytes)
+        self.responses = Responses(self, stored or Stored(policy.stored_bytes))
         self._earlier = ConversationIndex()
         self.posts: list[tuple[str, Callable[[Request], Awaitable[Response]], type[BaseModel]]] = [
             ("/v1/completions", self.completions, CompletionAsk),
@@ -109,12 +112,12 @@ class Service:
         """The one model, by itself and with each of its recipes, as far as the key may use them."""
         exchange = CURRENT.get()
         names = [name for name in self.names if exchange is None or exchange.may(name)]
-        return json_response({"object": "list", "data": [self._card(name) for name in names]})
+        return json_response({"object": "list", "data": [self.card(name) for name in names]})
 
     async def model(self, name: str) -> Response:
         """The model, if that is one of its names."""
         self.recipe(name)
-        return json_response(self._card(name))
+        return json_response(self.card(name))
 
     async def completions(self, request: Request) -> Response:
         """Text that continues each prompt."""
@@ -168,6 +171,16 @@ class Service:
         self._bodies.close()
         if self.events is not None:
             self.events.close()
+
+    def card(self, name: str) -> dict[str, Any]:
+        """What `/v1/models` says of one of its names."""
+        reach = self.llm.engine.reach(self.names[name])
+        return {"id": name, "object": "model", "created": self.created, "owned_by": "phasewise",
+                "max_model_len": reach, "default_sampling_params": self.sampling}  # fmt: skip
+
+    def cancel_all(self) -> None:
+        """Drop everything, at the end of a shutdown's patience."""
+        self.engine.cancel_all()
 
     async def revise(self, recipes: Mapping[str, Mapping[str, str]]) -> None:
         """These recipes from now on; requests under way keep theirs. Raises UserError, which changes nothing."""
@@ -346,11 +359,6 @@ class Service:
         bad = next((token for token in tokens if not 0 <= token < vocab), None)
         if bad is not None:
             raise ApiError(400, f"{param}: token id {bad} is outside the vocabulary of {vocab}", param, "invalid_value")
-
-    def _card(self, name: str) -> dict[str, Any]:
-        reach = self.llm.engine.reach(self.names[name])
-        return {"id": name, "object": "model", "created": self.created, "owned_by": "phasewise",
-                "max_model_len": reach, "default_sampling_params": self.sampling}  # fmt: skip
 
     async def _worker(self, size: int, work: Callable[[], T]) -> T:
         return work() if size < INLINE else await asyncio.to_thread(work)

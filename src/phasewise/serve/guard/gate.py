@@ -8,11 +8,11 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from phasewise.serve.failures import ApiError
+from phasewise.serve.front import Front
 from phasewise.serve.guard.context import CURRENT, RequestContext
 from phasewise.serve.guard.keys import KeyRing
 from phasewise.serve.guard.policy import ServePolicy
 from phasewise.serve.playground.files import pages
-from phasewise.serve.service import Service
 from phasewise.serve.watch.events import ENDLESS
 from phasewise.serve.watch.logs import request_id, request_line
 from phasewise.serve.watch.traces import PARENT, Tracer
@@ -26,7 +26,7 @@ class Gate:
     """Lets requests through that carry a key of the ring, as long as that key's limits hold; without a ring, all."""
 
     def __init__(
-        self, app: ASGIApp, service: Service, keys: KeyRing | None, policy: ServePolicy, tracer: Tracer | None
+        self, app: ASGIApp, service: Front, keys: KeyRing | None, policy: ServePolicy, tracer: Tracer | None
     ) -> None:
         self._app, self._service, self._keys, self._policy = app, service, keys, policy
         self._tracer = tracer

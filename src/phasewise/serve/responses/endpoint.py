@@ -57,8 +57,8 @@ class Stored:
 class Responses:
     """The endpoints, on top of a service's."""
 
-    def __init__(self, service: Service, limit: int) -> None:
-        self._service, self._stored = service, Stored(limit)
+    def __init__(self, service: Service, stored: Stored) -> None:
+        self._service, self._stored = service, stored
         self.posts: list[tuple[str, Callable[[Request], Awaitable[Response]], type[BaseModel]]] = [
             ("/v1/responses", self.create, ResponsesAsk)
         ]
