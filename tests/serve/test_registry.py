@@ -15,7 +15,7 @@ import pytest
 from fastapi import FastAPI
 
 from phasewise.cli.options import DEFAULTS
-from phasewise.cli.served_models import Common, entries
+from phasewise.cli.served_models import SharedOptions, entries
 from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
 from phasewise.llm import LLM
@@ -198,8 +198,8 @@ def test_what_is_unloaded_is_gone(tmp_path: Path) -> None:
 
 
 # ---- files and folders of models
-def common() -> Common:
-    return Common(DEFAULTS, {}, ServePolicy(sleep_after=9.0), SLO())
+def common() -> SharedOptions:
+    return SharedOptions(DEFAULTS, {}, ServePolicy(sleep_after=9.0), SLO())
 
 
 @pytest.mark.parametrize("kind", ["toml", "yaml", "json"])

@@ -274,9 +274,9 @@ class Many:
     ) -> None:  # fmt: skip
         """Serve them. Raises UserError."""
         assert self.models is not None
-        from phasewise.cli.served_models import Common, entries
+        from phasewise.cli.served_models import SharedOptions, entries
 
-        found = entries(self.models, Common(engine, named, policy, slo))
+        found = entries(self.models, SharedOptions(engine, named, policy, slo))
         limit = parse_bytes(self.models_memory) if self.models_memory else memory() * 3 // 4
         try:
             from phasewise.serve.registry.app import run_models

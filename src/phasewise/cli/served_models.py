@@ -47,7 +47,7 @@ FIRST = re.compile(r"-00001-of-\d{5}$")
 
 
 @dataclass(frozen=True)
-class Common:
+class SharedOptions:
     """What the command line says for all models: options, recipes, and the server's policy."""
 
     engine: EngineOptions
@@ -56,7 +56,7 @@ class Common:
     slo: SLO
 
 
-def entries(path: Path, common: Common) -> list[ModelEntry]:
+def entries(path: Path, common: SharedOptions) -> list[ModelEntry]:
     """The models of a file, or of a folder. Raises UserError naming what is wrong with it."""
     if path.is_dir():
         return [_entry(name, {"model": str(where)}, common, path) for name, where in folder(path).items()]
@@ -114,7 +114,7 @@ def _parsed(text: str, path: Path) -> Any:
         raise ValueError(str(error)) from error
 
 
-def _entry(name: str, given: Any, common: Common, at: Path) -> ModelEntry:
+def _entry(name: str, given: Any, common: SharedOptions, at: Path) -> ModelEntry:
     from phasewise.load import weight_bytes
     from phasewise.serve.registry.slot import ModelEntry
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from phasewise.llm import LLM
     from phasewise.request.params import SLO
-    from phasewise.serve.front import Front
+    from phasewise.serve.front import ServedFront
     from phasewise.serve.guard.keys import KeyRing
     from phasewise.serve.service import Service
     from phasewise.serve.watch.traces import Tracer
@@ -150,7 +150,7 @@ def create_app(
     return app
 
 
-def guard(app: FastAPI, front: Front, keys: KeyRing | None, policy: ServePolicy, tracer: Tracer | None) -> None:
+def guard(app: FastAPI, front: ServedFront, keys: KeyRing | None, policy: ServePolicy, tracer: Tracer | None) -> None:
     """Adds what stands before all endpoints: the gate, other origins, and the answers to errors."""
     from starlette.middleware.cors import CORSMiddleware
 
@@ -165,7 +165,7 @@ def guard(app: FastAPI, front: Front, keys: KeyRing | None, policy: ServePolicy,
     refusals(app, front)
 
 
-def refusals(app: FastAPI, front: Front) -> None:
+def refusals(app: FastAPI, front: ServedFront) -> None:
     """Has every exception answered by the front."""
     from starlette.exceptions import HTTPException
 

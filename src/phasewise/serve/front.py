@@ -20,7 +20,7 @@ class Sleeper(Protocol):
         ...
 
 
-class Front(Protocol):
+class ServedFront(Protocol):
     """One model's `Service`, or a `ModelRegistry` of many."""
 
     @property

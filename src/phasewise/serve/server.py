@@ -13,7 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from phasewise.serve.direct import Protocol
-from phasewise.serve.front import Front
+from phasewise.serve.front import ServedFront
 from phasewise.serve.reloader import Reloader
 
 PATIENCE = 5.0  # seconds that running requests have to finish after SIGINT or SIGTERM
@@ -23,7 +23,9 @@ LAST_WORDS = 2  # seconds more for their last bytes to reach the clients
 class Server(uvicorn.Server):
     """Calls `ready` once it accepts connections; a signal ends it without an error, but SIGHUP has files read again."""
 
-    def __init__(self, config: uvicorn.Config, service: Front, again: Reloader, ready: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, service: ServedFront, again: Reloader, ready: Callable[[], None]
+    ) -> None:
         super().__init__(config)
         self._service, self._again, self._ready = service, again, ready
         self._signals = 0

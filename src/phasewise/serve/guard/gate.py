@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from phasewise.serve.failures import ApiError
-from phasewise.serve.front import Front
+from phasewise.serve.front import ServedFront
 from phasewise.serve.guard.context import CURRENT, RequestContext
 from phasewise.serve.guard.keys import KeyRing
 from phasewise.serve.guard.policy import ServePolicy
@@ -26,7 +26,7 @@ class Gate:
     """Lets requests through that carry a key of the ring, as long as that key's limits hold; without a ring, all."""
 
     def __init__(
-        self, app: ASGIApp, service: Front, keys: KeyRing | None, policy: ServePolicy, tracer: Tracer | None
+        self, app: ASGIApp, service: ServedFront, keys: KeyRing | None, policy: ServePolicy, tracer: Tracer | None
     ) -> None:
         self._app, self._service, self._keys, self._policy = app, service, keys, policy
         self._tracer = tracer
