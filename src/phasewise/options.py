@@ -36,6 +36,14 @@ def parse(options: Mapping[str, str | None]) -> dict[str, Any]:
     return settle(built(options), defaults())
 
 
+def _refuse(decode: str, verb: str, missing: bool, unused: str | None) -> None:
+    """Raise UserError where a decode method lacks a part of itself, or was given one that it does not use."""
+    if missing:
+        raise UserError(f"decode {decode} needs a {verb} method: add --{verb} NAME")
+    if unused is not None:
+        raise UserError(f"decode {decode} does not use --{verb} {unused}: leave one of them out")
+
+
 def built(options: Mapping[str, str | None]) -> dict[str, Any]:
     """`parse` without a look at whether the methods work together."""
     given = chosen(options)
@@ -45,10 +53,8 @@ def built(options: Mapping[str, str | None]) -> dict[str, Any]:
     slots, parts = catalog.slots_of(cls), catalog.parts_of(cls)
     within, handed = {key.partition(".")[0] for key in knobs}, _handed(cls, knobs, texts, given)
     for verb in PARTS_OF_DECODE:
-        if verb in slots and verb not in texts and verb not in within and parts[verb].default is None:
-            raise UserError(f"decode {name} needs a {verb} method: add --{verb} NAME")
-        if verb in given and verb not in slots and f"{catalog.THEN}.{verb}" not in handed:
-            raise UserError(f"decode {name} does not use --{verb} {given[verb]}: leave one of them out")
+        missing = verb in slots and parts[verb].default is None and verb not in {*texts, *within}
+        _refuse(name, verb, missing, None if verb in slots or f"{catalog.THEN}.{verb}" in handed else given.get(verb))
     filled = [verb for verb in slots if verb in given or (verb in texts and verb not in within)]
     wanted = [verb for verb in texts if verb != "decode" and (verb in filled or verb not in PARTS_OF_DECODE)]
     methods = {verb: catalog.build(verb, texts[verb]) for verb in wanted}

@@ -33,6 +33,16 @@ class FullBatch:
 
 
 @torch.inference_mode()
+def _step(engine: Engine, requests: Sequence[Request]) -> tuple[int, float] | None:
+    """One step of the engine: how many requests got tokens, and its seconds; None where it held somebody's first."""
+    before = [request.n_out for request in requests]
+    began = time.perf_counter()
+    engine.step()
+    took = time.perf_counter() - began
+    had = [had for request, had in zip(requests, before, strict=True) if request.n_out > had]
+    return None if 0 in had else (len(had), took)
+
+
 def fitting(engine: Engine, prompts: Sequence[Sequence[int]], new: int) -> FullBatch:
     """Offers all prompts at once, each followed by `new` tokens. Raises UserError if a request fails."""
     requests = [Request(prompt, Params(max_tokens=new, ignore_eos=True)) for prompt in prompts]
@@ -40,13 +50,8 @@ def fitting(engine: Engine, prompts: Sequence[Sequence[int]], new: int) -> FullB
         engine.add(request)
     most, steps = 0, list[tuple[int, float]]()
     while any(request.left is None for request in requests):
-        before = [request.n_out for request in requests]
-        began = time.perf_counter()
-        engine.step()
-        took = time.perf_counter() - began
-        grown = [request.n_out > had for request, had in zip(requests, before, strict=True)]
-        if not any(grew and had == 0 for grew, had in zip(grown, before, strict=True)):
-            steps.append((sum(grown), took))
+        if (step := _step(engine, requests)) is not None:
+            steps.append(step)
         most = max(most, sum(one.left is None and one.n_out > 0 and one.kv is not None for one in requests))
     bad = next((one.left for one in requests if one.left is not None and one.left.how != "finished"), None)
     if bad is not None:

@@ -105,8 +105,7 @@ def reproduce(
     from phasewise.reproduce.report import overview
 
     if not names and not all_:
-        systems = [(each, index.system(each)) for each in index.names()]
-        show.table(["name", "system", "paper"], [[each, s.title, str(s.paper)] for each, s in systems])
+        _list()
         return
     _check(names or [], all_, output)
     scale, kept, file = effort.scale(), output.kept(all_), output.file(all_)
@@ -117,14 +116,27 @@ def reproduce(
             reports.append(_one(each, lab, all_, kept.get(each)))
             if file is not None:
                 _save(file, reports, kept)
-            if all_ and len(reports) < len(wanted):
-                say(progress(reports, wanted[len(reports) :], kept, scale))
             if all_:  # after each of them: it takes long
-                _write(output.out, reports, kept, scale)
+                _tell_all(output.out, reports, wanted, kept, scale)
             if output.write is not None:
                 _put(output.write, reports[-1], scale)
     sections = [overview(reports)] if all_ else [*(report.markdown() for report in reports)]
     print("\n\n".join(sections))
+
+
+def _list() -> None:
+    """Print which systems there are."""
+    from phasewise.reproduce import index
+
+    systems = [(each, index.system(each)) for each in index.names()]
+    show.table(["name", "system", "paper"], [[each, s.title, str(s.paper)] for each, s in systems])
+
+
+def _tell_all(out: Path, reports: list[Report], wanted: list[str], kept: dict[str, Report], scale: Scale) -> None:
+    """Write the page as far as it goes, and say how long is left."""
+    if len(reports) < len(wanted):
+        say(progress(reports, wanted[len(reports) :], kept, scale))
+    _write(out, reports, kept, scale)
 
 
 def _check(names: list[str], all_: bool, output: ReproduceOutput) -> None:

@@ -48,6 +48,17 @@ class SpecialTokens:
         backend.encode_special_tokens = self.split
 
 
+def _add_older(found: SpecialTokens, folder: Path) -> None:
+    """Added tokens as files have them that are older than `added_tokens_decoder`."""
+    usual = [token for name, token in found.named.items() if name in NAMED]
+    special = set(map(_text, (*usual, *found.extra)))
+    for text, key in _read(folder / ADDED).items():
+        marked = text in special
+        found.added[_id(key, folder / ADDED)] = AddedToken(text, normalized=not marked, special=marked)
+    for entry in _entries(folder / TOKENIZER):
+        found.added[_id(entry.get("id"), folder / TOKENIZER)] = _as_added(_token(entry, folder / TOKENIZER))
+
+
 def read_special(folder: Path) -> SpecialTokens:
     """The special tokens of the tokenizer in a folder. `added_tokens_decoder` of tokenizer_config.json goes before the
     older special_tokens_map.json and added_tokens.json, which are read where it is absent. UserError for what is no
@@ -61,22 +72,15 @@ def read_special(folder: Path) -> SpecialTokens:
     if saved is None:
         config |= _mapped(folder / MAP, config)
     _name(found, config, own, folder / CONFIG)
-    if saved is not None:
-        if not isinstance(saved, dict):
-            raise UserError(f"{folder / CONFIG}: added_tokens_decoder must be an object of tokens by id")
+    if saved is None:
+        _add_older(found, folder)
+    elif isinstance(saved, dict):
         for key, token in saved.items():
             found.added[_id(key, folder / CONFIG)] = _as_added(_token(token, folder / CONFIG))
     else:
-        usual = [token for name, token in found.named.items() if name in NAMED]
-        special = set(map(_text, (*usual, *found.extra)))
-        for text, key in _read(folder / ADDED).items():
-            marked = text in special
-            found.added[_id(key, folder / ADDED)] = AddedToken(text, normalized=not marked, special=marked)
-        for entry in _entries(folder / TOKENIZER):
-            found.added[_id(entry.get("id"), folder / TOKENIZER)] = _as_added(_token(entry, folder / TOKENIZER))
-    if not isinstance(
-        config.get("extra_special_tokens"), list
-    ):  # of the older file; transformers too reads added_tokens.json before it
+        raise UserError(f"{folder / CONFIG}: added_tokens_decoder must be an object of tokens by id")
+    # of the older file; transformers too reads added_tokens.json before it
+    if not isinstance(config.get("extra_special_tokens"), list):
         found.extra += [_token(value, folder / MAP) for value in config.get("additional_special_tokens") or []]
     flags = {str(token.content): token for token in found.added.values()}
     found.named = {name: flags.get(_text(token), token) for name, token in found.named.items()}

@@ -80,12 +80,17 @@ class TokenBytes:
             self._replace(step["replacement"], " ")
             if step.get("prepend_scheme", "always") != "never":
                 self._dropped = step["replacement"]
-        elif kind == "Strip" and step["stop"] == 0 and self._joined and step["content"].isascii():
-            self._strip = (step["content"], step["start"])
-        elif kind == "Strip" and not self._joined:
-            self._steps.append(partial(_stripped, step["content"], step["start"], step["stop"]))
+        elif kind == "Strip" and (not self._joined or (step["stop"] == 0 and step["content"].isascii())):
+            self._take_strip(step["content"], step["start"], step["stop"])
         elif not self.unknown:
             self.unknown = kind
+
+    def _take_strip(self, content: str, start: int, stop: int) -> None:
+        """A step that strips each token or, where they are joined before it, the text."""
+        if self._joined:
+            self._strip = (content, start)
+        else:
+            self._steps.append(partial(_stripped, content, start, stop))
 
     def _replaceable(self, step: Mapping[str, Any]) -> bool:
         """True if each token by itself is replaced as the whole text would be."""

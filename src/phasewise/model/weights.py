@@ -127,9 +127,14 @@ def _files(directory: Path) -> list[Path]:
         return [directory / SINGLE]
     if index.is_file():
         return _indexed(index)
+    return [_only(directory)]
+
+
+def _only(directory: Path) -> Path:
+    """The one safetensors file of a folder. Raises WeightsError that tells what else there is."""
     found = sorted(directory.glob("*.safetensors"))
     if len(found) == 1:
-        return found
+        return found[0]
     if found:
         raise WeightsError(f"{directory} has {len(found)} safetensors files but no {INDEX} that says which to read.")
     pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in directory.glob(pattern))

@@ -280,10 +280,8 @@ class SimulatedEngine:
         self.advanced, self._found = self._found, False
         if self._running_on and self._run is not None:
             self._running_on = False
-            self.gained = gained = self._run.finish(now)
-            self.counters.rows += gained
-            self.counters.emitted += gained
-            self.written = written
+            gained = self._run.finish(now)
+            self._count(gained, gained, written)
             return out
         works, kept = self.under_way.popleft()
         every, gained, rows = self.every_token, 0, 0
@@ -310,10 +308,14 @@ class SimulatedEngine:
             elif every:
                 written.append(job)
         self._calm = self.runs and not every and not out and gained == rows == len(self.running)
+        self._count(rows, gained, written)
+        return out
+
+    def _count(self, rows: int, gained: int, written: list[SimulatedSequence]) -> None:
+        """Note what the step that is over came to: rows computed, tokens, and whose tokens are told."""
         self.counters.rows += rows
         self.counters.emitted += gained
         self.gained, self.written = gained, written
-        return out
 
     def _advance(self, work: Work, job: SimulatedSequence, now: float) -> bool:
         """A step has run this work. Returns whether it brought tokens."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -235,24 +236,24 @@ class Speculation(Decode):
             dist = distribution(host.sample, host.model, x, contexts)
         return dist, Shown(logits, x if "hidden" in self._wants else None), tops
 
+    def _draw(self, span: Span, dist: Dist, row: int) -> Outcome:
+        """The outcome of a span without guesses: what was certain, and one token drawn behind it."""
+        certain = len(span.sure)
+        u = 0.0 if dist.greedy(row) else _uniform(span.request, certain, Purpose.SAMPLE)
+        token = dist.draw(row, u)
+        if token == NOTHING:
+            raise nothing_left(span.request, certain)
+        return Outcome(span.rows, [*span.sure, token], certain, certain)
+
     def _judge(self, span: Span, dist: Dist, row: int, shown: Shown) -> Outcome:
         """The outcome of one span whose distributions start at `row`."""
-        seed, known = span.request.params.seed, span.request.known
-
-        def rng(depth: int, purpose: int, index: int = 0) -> float:
-            return uniform(seed, known + depth, purpose, index)
-
         rows = len(judged(span))
+        if not rows and span.note is None:
+            return Outcome(span.rows, [])
         late = self.drafter.late(span.request) if self._late and rows and not span.sure else None
         if span.note is None and late is None:
-            if not rows:
-                return Outcome(span.rows, [])
-            certain = len(span.sure)
-            u = 0.0 if dist.greedy(row) else rng(certain, Purpose.SAMPLE)
-            token = dist.draw(row, u)
-            if token == NOTHING:
-                raise nothing_left(span.request, certain)
-            return Outcome(span.rows, [*span.sure, token], certain, certain)
+            return self._draw(span, dist, row)
+        rng = partial(_uniform, span.request)
         draft: Draft = Draft([], []) if span.note is None else span.note.cut(rows - 1)
         told: Sequence[Shown] = [shown] if self._wants else []
         if late is None:
@@ -268,6 +269,11 @@ class Speculation(Decode):
             keep = len(path) + 1
         tokens = [*(draft.tokens[node] for node in path), token]
         return Outcome(keep, tokens, drafted=len(draft.tokens), accepted=len(path))
+
+
+def _uniform(request: Request, depth: int, purpose: int, index: int = 0) -> float:
+    """A request's own number in [0, 1) for the token that is `depth` tokens ahead of its text."""
+    return uniform(request.params.seed, request.known + depth, purpose, index)
 
 
 def _with(draft: Draft, late: Draft) -> Draft:

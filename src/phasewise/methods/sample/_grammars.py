@@ -120,25 +120,29 @@ def written(ask: Mapping[str, Any]) -> tuple[str, str]:
         from llguidance import LLMatcher, grammar_from
     except ImportError as error:
         raise UserError(f"{kind} needs the extra ({error}): {INSTALL}") from error
+    _check(kind, value)
+    try:
+        if kind == "json_schema":
+            return kind, LLMatcher.grammar_from_json_schema(json.dumps(value), overrides=OPTIONS)
+        if kind == "choice":
+            return kind, LLMatcher.grammar_from_lark(f"start: {' | '.join(_choices(value))}")
+        return kind, grammar_from("regex" if kind == "regex" else "grammar", value)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{kind} cannot be honoured: {reason(str(error) or 'nested too deep')}") from error
+
+
+def _check(kind: str, value: Any) -> None:
+    """Raise UserError for what is of another type than its kind, or too large. Choices are checked as they are read."""
     if kind == "json_schema":
         if not isinstance(value, dict):
             raise UserError("json_schema must be a JSON Schema: an object")
         _bounded(value)
-        try:
-            return kind, LLMatcher.grammar_from_json_schema(json.dumps(value), overrides=OPTIONS)
-        except ValueError as error:
-            raise UserError(f"{kind} cannot be honoured: {reason(str(error))}") from error
-    if kind == "choice":
-        return kind, LLMatcher.grammar_from_lark(f"start: {' | '.join(_choices(value))}")
-    if not isinstance(value, str) or not value:
-        raise UserError(f"{kind} must be a text that is not empty")
-    _fits(kind, len(value), RULES[kind])
-    if kind == "grammar":
-        _embedded(value)
-    try:
-        return kind, grammar_from("regex" if kind == "regex" else "grammar", value)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{kind} cannot be honoured: {reason(str(error) or 'nested too deep')}") from error
+    elif kind != "choice":
+        if not isinstance(value, str) or not value:
+            raise UserError(f"{kind} must be a text that is not empty")
+        _fits(kind, len(value), RULES[kind])
+        if kind == "grammar":
+            _embedded(value)
 
 
 def _around(grammars: Mapping[str, str], answer: str, lark: bool) -> str:
@@ -190,6 +194,13 @@ def _embedded(text: str) -> None:
         _bounded(schema)
 
 
+def _inner(name: str, value: dict[str, Any] | list[Any], fixed: bool) -> list[tuple[str, Any]]:
+    """What a part of a schema holds, by keyword; inside of `fixed` values and of lists it is their own keyword's."""
+    if isinstance(value, list):
+        return [(name, each) for each in value]
+    return [(name if fixed else key, each) for key, each in value.items()]
+
+
 def _bounded(schema: dict[str, Any]) -> None:
     """Raise UserError for a schema that is larger than anybody needs, and for numbers that would not be exact, naming
     the keyword."""
@@ -205,10 +216,7 @@ def _bounded(schema: dict[str, Any]) -> None:
         if isinstance(value, dict | list):
             if len(value) > CHOICES:
                 raise UserError(f"json_schema: {name} has {len(value):,} values; at most {CHOICES:,} are allowed")
-            inner = value.items() if isinstance(value, dict) else ((name, each) for each in value)
-            if fixed:
-                inner = ((name, each) for _, each in inner)
-            todo += [(key, each, depth + 1, fixed or key in FIXED) for key, each in inner]
+            todo += [(key, each, depth + 1, fixed or key in FIXED) for key, each in _inner(name, value, fixed)]
         elif isinstance(value, str):
             _fits(f"json_schema: {name}", len(value), LITERAL)
         elif isinstance(value, int | float) and not isinstance(value, bool):

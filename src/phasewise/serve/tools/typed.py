@@ -83,17 +83,22 @@ def plain(schema: Mapping[str, Any], root: Any) -> dict[str, Any]:
     return _plain(schema, _Root(root), 0)
 
 
+def _join_single(own: dict[str, Any], root: _Root, depth: int) -> None:
+    """Put the only schema of an anyOf or oneOf, but for null, in its place."""
+    for word in ("anyOf", "oneOf"):
+        texts = [each for each in own.get(word) or () if _kinds(each, root, depth) != {"null"}]
+        if len(texts) == 1 and isinstance(texts[0], Mapping):
+            del own[word]
+            own |= _plain(texts[0], root, depth + 1)
+
+
 def _plain(schema: Mapping[str, Any], root: _Root, depth: int) -> dict[str, Any]:
     if depth > DEEP:
         return dict(schema)
     found: dict[str, Any] = {}
     for part in _parts(schema, root, depth):
         own = {key: value for key, value in part.items() if key not in ("$ref", "allOf", "nullable")}
-        for word in ("anyOf", "oneOf"):
-            texts = [each for each in own.get(word) or () if _kinds(each, root, depth) != {"null"}]
-            if len(texts) == 1 and isinstance(texts[0], Mapping):
-                del own[word]
-                own |= _plain(texts[0], root, depth + 1)
+        _join_single(own, root, depth)
         if any(found.get(key, value) != value for key, value in own.items() if key not in ("title", "description")):
             return dict(schema)  # two parts say different things of one keyword
         found |= own
@@ -167,14 +172,21 @@ def _kinds_of(value: Any) -> frozenset[str]:
     return frozenset({"object" if isinstance(value, Mapping) else "array"})
 
 
+def _lists(part: Mapping[str, Any], value: Any) -> bool:
+    """True unless `enum` or `const` of a part of a schema leave the value out. True is not 1 here, nor 1.0."""
+    if "const" not in part and not isinstance(part.get("enum"), list):
+        return True
+    values = part["enum"] if isinstance(part.get("enum"), list) else [part["const"]]
+    return any(each == value and _kinds_of(each) == _kinds_of(value) for each in values)
+
+
 def _allows(schema: Any, value: Any, root: _Root, depth: int) -> bool:
     if not _kinds(schema, root, depth) & _kinds_of(value):
         return False
     for part in _parts(schema, root, depth):
         if value is None and part.get("nullable") is True:
             continue
-        values = part["enum"] if isinstance(part.get("enum"), list) else [part["const"]] if "const" in part else None
-        if values is not None and not any(each == value and _kinds_of(each) == _kinds_of(value) for each in values):
+        if not _lists(part, value):
             return False
         for word in ("anyOf", "oneOf"):
             each = part.get(word)
