@@ -53,8 +53,10 @@ class Slow(Asking):
             a[head] = logits.masked_fill(~torch.tensor(sees), float("-inf")).softmax(-1)
         stay = self.chosen[read.layer] = self._named(a, sees, read.layer)
         out = torch.zeros_like(q)
-        for i in stay:
+        for i in stay if self.of.knobs.queries == "important" else range(rows):
             seen = [j for j in stay if sees[i][j]]
+            if not seen:
+                continue
             for head in range(q.shape[1]):
                 weights = (q[i, head] @ k[head // group, seen].T * read.scale).softmax(-1)
                 out[i, head] = weights @ v[head // group, seen]
@@ -103,6 +105,16 @@ def test_gathered_attention_is_attention_masked_to_the_named_tokens(kind: str, t
     assert any(5 < len(slow.chosen[layer]) < 60 for layer in layers)
     torch.testing.assert_close(got, want, **CLOSE)
     assert (got - uncached.logits(model, prompt)).abs().max() > 1e-2, "what was left out was worth something"
+
+
+@pytest.mark.parametrize("kind", ["plain", "sliding"])
+def test_queries_of_all_tokens_read_the_important_ones_before_them(kind: str) -> None:
+    model, prompt = {"plain": tiny.model, "sliding": lambda: sliding(24, 3)}[kind](), tiny.prompts(60)[0]
+    one, got, slow, want = both(model, prompt, queries="all")
+    assert [one.positions(layer) for layer in slow.chosen] == list(slow.chosen.values())
+    torch.testing.assert_close(got, want, **CLOSE)
+    _, others, _, _ = both(model, prompt)
+    assert (got - others).abs().max() > 1e-2, "tokens that pass the attention by have other states"
 
 
 def test_layers_keep_numbers_of_their_own() -> None:

@@ -58,6 +58,7 @@ METHODS: list[dict[str, str]] = [
     {"store": "kivi:group=4,residual=8"},
     {"store": "gear:group=4,block=8,rank=1,sparse=0.1"},
     {"store": "zipcache:gap=8,important=0.5"},
+    {"store": "zipvl:tau=0.5,window=4,probes=4,gap=16,high=8"},
     {"decode": "block_diffusion:block=8"},
     {"decode": "block_diffusion:block=128,steps=4,selector=static"},
 ]

@@ -123,6 +123,7 @@ EXPECTED = {  # by pair of choices, a part of the reason
     ("store.zipcache", "skip.lazyllm"): "both fill evict",
     ("store.zipcache", "decode.block_diffusion"): "finishes tokens in blocks of its own",
     ("store.zipcache", "decode.pie"): "takes rows of prompts from elsewhere",
+    ("store.zipvl", "evict.streaming"): "store zipvl also fills evict: leave out --evict streaming",
     ("evict.zipvl", "decode.block_diffusion"): "evict zipvl takes prompts whole",
     ("evict.zipvl", "attend.quest"): "evict zipvl also fills attend: leave out --attend quest",
     ("evict.zipvl", "skip.lazyllm"): "both fill attend",

@@ -34,6 +34,7 @@ from phasewise.methods.skip.unified import Unified
 from phasewise.methods.store.gear import Gear
 from phasewise.methods.store.kivi import Kivi
 from phasewise.methods.store.zipcache import ZipCache
+from phasewise.methods.store.zipvl import MixedZipVL
 from phasewise.methods.verify.match import Match
 from phasewise.model.model import Model
 from phasewise.options import parse
@@ -55,7 +56,7 @@ from phasewise.reproduce.heads import OtherHeads
 from phasewise.reproduce.lines import RandomLines
 from phasewise.reproduce.play import LoadEntry, PlayedRun, play
 from phasewise.reproduce.selected import RandomBlocks, RandomChunks, RandomKept, RandomPages, RandomPicks, RandomTokens
-from phasewise.reproduce.shuffled import PermutedClasses
+from phasewise.reproduce.shuffled import PermutedClasses, RandomMixed
 from phasewise.reproduce.systems.augment import RandomLatents, any_way
 from phasewise.reproduce.systems.flover import StaticBatch
 from phasewise.reproduce.systems.momentum import RandomResistance
@@ -345,3 +346,6 @@ def test_random_tokens_are_about_as_many() -> None:
     assert run(entries).outs != drawn.outs != chosen.outs
     assert run(entries, evict=RandomImportant(zipvl)).outs == drawn.outs
     assert run(entries, evict=RandomImportant(ZipVL(tau=1.0))).outs == run(entries).outs
+    mixed = MixedZipVL(0.5, 8, 8, high=8, gap=16)
+    ranked, other = run(entries, store=mixed), run(entries, store=RandomMixed(mixed))
+    assert other.steps[-2].kv == pytest.approx(ranked.steps[-2].kv, rel=0.1) and other.outs != ranked.outs

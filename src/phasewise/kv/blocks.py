@@ -54,17 +54,18 @@ LayerSaliency = Callable[[int, int, int], Tensor]
 
 class LayerBlocks:
     """The sealed blocks of one layer, [keys, values]: `counts` of them in `buffers`, which are taken ahead, when room
-    for rows is made, and what is `settled` for formats by saliency. `active` once the prompt is complete. Forks share
-    the buffers until either side makes room, and what is settled for good."""
+    for rows is made, and what is `settled` for formats by saliency. `active` once the prompt is complete, and then the
+    format may be fitted to it (`BlockFormat.fit`). Forks share the buffers until either side makes room, and what is
+    settled for good."""
 
     __slots__ = (
-        "active", "buffers", "counts", "form", "format", "ledger", "packings", "raw", "settled", "shape",
+        "active", "buffers", "counts", "fit", "form", "format", "ledger", "packings", "raw", "settled", "shape",
     )  # fmt: skip
 
     def __init__(self, format: BlockFormat, shape: KVShape, ledger: Ledger, rows: int) -> None:
         self.format, self.shape, self.ledger = format, shape, ledger
         self.raw, self.form, self.packings = Raw(), form_of(format, shape), packings(format, shape)
-        self.active, self.counts = False, [0, 0]
+        self.active, self.counts, self.fit = False, [0, 0], 0
         self.buffers = [self._buffer(side, format.cuts[side].blocks(rows)) for side in SIDES]
         self.settled: list[Buffer] = []
         if format.by_saliency:
@@ -159,6 +160,9 @@ class LayerBlocks:
         """Seal what `n` rows fill; `planes` hold those from row `base` on as they were made, and the first time these
         are all of the prompt. Returns bytes written."""
         moved = 0 if self.active else self._settle(planes, n)
+        if not self.active and self.format.by_prompt:
+            assert saliency is not None, "who seals rows by saliency says how much they matter"
+            self._fit(self.format.fit(saliency(0, min(cut.sealed(n) for cut in self.format.cuts) or n)))
         self.active = True
         for side, cut in enumerate(self.format.cuts):
             start, stop = self.counts[side], cut.blocks(n)
@@ -187,6 +191,15 @@ class LayerBlocks:
                 plane[:, 0] = new
                 moved += new.nbytes
         return moved
+
+    def _fit(self, fit: int) -> None:
+        """From now on blocks have the format that is fitted to this prompt; there are none yet."""
+        self.fit = fit
+        if fit:
+            self.format = self.format.fitted(fit)
+            for side, old in enumerate(self.buffers):
+                old.drop()  # before there is another: the budget may have no room for both
+                self.buffers[side] = self._buffer(side, old.cap)
 
     def boundary(self, n: int) -> int | None:
         """The position of the first row that finds other blocks than one at `n` does, where rows of one step must not;
@@ -231,12 +244,13 @@ class LayerBlocks:
         """Returns what `load` takes: plain data and tensors."""
         kept = [[p[:, :count].clone() for p in b.planes] for b, count in zip(self.buffers, self.counts)]
         settled = [[p.clone() for p in buffer.planes] for buffer in self.settled]
-        return {"counts": list(self.counts), "planes": kept, "settled": settled}
+        return {"counts": list(self.counts), "planes": kept, "settled": settled, "fit": self.fit}
 
     def load(
-        self, counts: Sequence[int], planes: Sequence[Sequence[Tensor]], settled: Sequence[Sequence[Tensor]]
+        self, counts: Sequence[int], planes: Sequence[Sequence[Tensor]], settled: Sequence[Sequence[Tensor]], fit: int
     ) -> int:
         """Fill an empty one, which then is active. Returns bytes copied."""
+        self._fit(fit)
         self.counts, self.active = list(counts), True
         moved = sum(self._copy(buffer, planes, 1) for buffer, planes in zip(self.settled, settled))
         return moved + sum(self._copy(self.buffers[side], planes[side], counts[side]) for side in SIDES)
@@ -245,7 +259,7 @@ class LayerBlocks:
         twin = object.__new__(LayerBlocks)
         twin.format, twin.shape, twin.ledger, twin.raw = self.format, self.shape, self.ledger, self.raw
         twin.form, twin.packings = self.form, self.packings
-        twin.active, twin.counts = self.active, list(self.counts)
+        twin.active, twin.counts, twin.fit = self.active, list(self.counts), self.fit
         twin.buffers = [buffer.share() for buffer in self.buffers]
         twin.settled = [buffer.share() for buffer in self.settled]
         return twin
@@ -325,7 +339,7 @@ def fill(
 ) -> int:
     """Seal the blocks `start` .. `stop` of layers that have sealed as many, in a call for all of them, as most of what
     few rows take is the call. They are not counted yet. Returns bytes moved."""
-    first, moved = tails[0][0], 0
+    first = tails[0][0]
     if stop <= start:
         return 0
     assert first.buffers[side].refs == 1 and stop <= first.buffers[side].cap, "room is made before a step"
@@ -336,17 +350,25 @@ def fill(
         return len(tails) * sum(plane[:, blocks].nbytes for plane in first.buffers[side].planes)
     rows = [planes[side][:, start * size - base : stop * size - base] for _, planes, base in tails]
     if not first.format.by_saliency:
-        planes = first.format.seal(side, torch.cat(rows))
-    else:
-        assert saliency is not None, "who seals rows by saliency says how much they matter"
-        own = torch.stack([saliency(layer, start * size, stop * size) for layer in range(len(tails))])
-        settled = [torch.cat(each) for each in zip(*(sealed.settled[side].planes for sealed, _, _ in tails))]
-        planes = first.format.seal_ranked(side, torch.stack(rows), own, settled)
-    for which, made in enumerate(planes):
-        moved += made.nbytes
-        for (sealed, _, _), new in zip(tails, torch.split(made, first.form.heads)):
-            sealed.buffers[side].planes[which][:, blocks] = new
+        return _put([sealed for sealed, _, _ in tails], side, blocks, first.format.seal(side, torch.cat(rows)))
+    assert saliency is not None, "who seals rows by saliency says how much they matter"
+    moved, formats = 0, dict.fromkeys(sealed.format for sealed, _, _ in tails)  # layers may be fitted unalike
+    for format in formats:
+        mine = [layer for layer, (sealed, _, _) in enumerate(tails) if sealed.format == format]
+        own = torch.stack([saliency(layer, start * size, stop * size) for layer in mine])
+        layers = [tails[layer][0] for layer in mine]
+        settled = [torch.cat(each) for each in zip(*(sealed.settled[side].planes for sealed in layers))]
+        made = format.seal_ranked(side, torch.stack([rows[layer] for layer in mine]), own, settled)
+        moved += _put(layers, side, blocks, made)
     return moved
+
+
+def _put(layers: Sequence[LayerBlocks], side: int, blocks: slice, planes: Sequence[Tensor]) -> int:
+    """Write the planes of some blocks of all layers, [layers * heads, blocks, ...] each. Returns bytes written."""
+    for which, made in enumerate(planes):
+        for sealed, new in zip(layers, torch.split(made, layers[0].form.heads)):
+            sealed.buffers[side].planes[which][:, blocks] = new
+    return sum(made.nbytes for made in planes)
 
 
 def seal_full(
@@ -405,7 +427,7 @@ def seal_alike(layers: Sequence[LayerKV], saliency: LayerSaliency | None = None)
 
 
 def alike(layers: Sequence[LayerBlocks]) -> bool:
-    """True if all have sealed blocks, equally many, that native kernels read."""
+    """True if all have sealed blocks, equally many, that native kernels read, of whatever format each is fitted to."""
     return all(each.active and each.packings is not None and each.counts == layers[0].counts for each in layers)
 
 

@@ -28,8 +28,8 @@ class ContiguousView:
     the kept form of a single row (step/lower.py), which holds as long as this object does.
     """
 
-    __slots__ = ("_line", "_narrow", "_places", "_planes", "_positions", "_sealed", "_seals", "_sides", "_slabs",
-                 "address", "biases", "front", "gaps", "layers", "lowered", "n", "row_bytes", "tables",
+    __slots__ = ("_fitted", "_line", "_narrow", "_places", "_planes", "_positions", "_sealed", "_seals", "_sides",
+                 "_slabs", "address", "biases", "front", "gaps", "layers", "lowered", "n", "row_bytes", "tables",
                  "unequal")  # fmt: skip
 
     def __init__(self, layers: Sequence[LayerKV]) -> None:
@@ -62,6 +62,7 @@ class ContiguousView:
         self.address = self._planes.address
         self._sealed = [(layer.blocks, layer.slabs[0].buffer.planes, layer.slabs[0].base) for layer in layers
                         if layer.blocks is not None and layer.blocks.active]  # fmt: skip
+        self._fitted = any(sealed.fit for sealed, _, _ in self._sealed)  # then blocks of layers differ in size
         self._seals: Sequence[Seals | None] = ()  # made when first asked for
         self._sides = [sides_struct(sealed) for sealed, _, _ in self._sealed]
 
@@ -108,6 +109,8 @@ class ContiguousView:
 
     def reads(self, upto: Sequence[int], n: int) -> int:
         """Returns the bytes that reading `n` rows takes in all layers with the first `upto` of them sealed."""
+        if self._fitted:
+            return sum(sealed.read_bytes(upto, n) for sealed, _, _ in self._sealed)
         return self._sealed[0][0].read_bytes(upto, n) * len(self._sealed)
 
     def lined(self, narrow: Narrow, position: int) -> bool:

@@ -120,6 +120,7 @@ class BlockFormat(ABC):
 
     cuts: tuple[BlockCut, BlockCut]  # of keys and of values
     by_saliency: ClassVar[bool] = False
+    by_prompt: ClassVar[bool] = False  # a layer's format is fitted to each prompt (`fit`), which takes `by_saliency`
 
     def packings(self, dim: int) -> tuple[Packing | Classes, Packing | Classes] | None:
         """Returns the layout of the planes of a block of keys and of values, of heads of `dim` numbers, if native
@@ -141,6 +142,14 @@ class BlockFormat(ABC):
         dtype."""
 
     # ---- by saliency
+    def fit(self, saliency: Tensor) -> int:
+        """What `fitted` takes, above 0: by the saliency of a complete prompt's rows, of those in blocks if any are."""
+        raise NotImplementedError("blocks of this format are alike for all prompts")
+
+    def fitted(self, fit: int) -> BlockFormat:
+        """The format of a layer's blocks from then on, for that request. They take no more bytes than this one's."""
+        raise NotImplementedError("blocks of this format are alike for all prompts")
+
     def settled(self, side: int, shape: KVShape) -> list[Kind]:
         """Per plane: the shape and dtype of what is settled; nothing unless `by_saliency`."""
         return []

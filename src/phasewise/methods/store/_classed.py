@@ -4,7 +4,7 @@ channel by channel: what ZipCache makes of rows."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -12,6 +12,9 @@ from torch import Tensor
 
 from phasewise.kv.format import KEYS, SIDES, BlockCut, BlockFormat, Classes, Kind, KVShape, Raw
 from phasewise.ops.packing import LARGEST, dequantise, pack, packed, quantise, unpack
+
+IMPORTANT = 2.0  # the saliency of important rows is at least this, that of others at most 1
+ENDS = 32  # bits of the two ends that a key channel has in one class of a block
 
 
 class _Packed(Raw):
@@ -111,6 +114,23 @@ class Classed(_Packed, BlockFormat):
                 even[mine] = dequantise(levels.mT, step, low, wide).mT.flatten(0, 2)
         rows = (even if self.channelwise(side) else even * each[-1][0].to(wide)).to(shape.dtype)
         return rows.view(len(chosen), shape.heads, shape.dim).transpose(0, 1)
+
+
+@dataclass(frozen=True)
+class FittedClasses(Classed):
+    """`Classed`, of which a layer has as many rows in the upper class as its prompt has important ones: those whose
+    saliency is at least `IMPORTANT`."""
+
+    by_prompt: ClassVar[bool] = True
+
+    def fit(self, saliency: Tensor) -> int:
+        share = int((saliency >= IMPORTANT).sum()) / len(saliency)
+        upper = max(1, -int(-share * self.rows // 1))
+        saved = (self.rows - upper) * (self.high - self.low)  # bits of one channel of keys
+        return upper if 2 * saved > ENDS else self.rows  # values save as much, and have no ends by class
+
+    def fitted(self, fit: int) -> FittedClasses:
+        return replace(self, upper=fit)
 
 
 def _by_channel(rows: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -22,15 +22,15 @@ from phasewise.errors import UserError
 from phasewise.kv.drawers import Room
 from phasewise.kv.format import KVShape, Raw, RowFormat
 from phasewise.methods.store._classed import Classed
+from phasewise.methods.store._saliency import BlockSaliency
 from phasewise.model.config import ModelConfig
-from phasewise.ops.native.weighed import Weighed, Weighs
+from phasewise.ops.native.weighed import Weighs
 from phasewise.request.request import Request
 from phasewise.step.plan import EVERYTHING, AttentionPlan, Record
-from phasewise.step.probe import probe, received
+from phasewise.step.probe import received
 from phasewise.step.read import Read
 from phasewise.step.span import Span
 from phasewise.step.trail import Trail
-from phasewise.verbs.evict import Evict
 from phasewise.verbs.host import Host
 from phasewise.verbs.method import Method
 from phasewise.verbs.store import Storing
@@ -107,15 +107,16 @@ class ZipCache(Method, Storing):
         return Saliency(self, host.model.config)
 
 
-class Saliency(Evict):
-    """The evict method beside the store, which gives no row up: it says how much rows matter.
+class Saliency(BlockSaliency):
+    """The evict method beside the store: it says how much rows matter.
 
     A request's drawers hold, for each slot of a prompt, the sum of what probes gave it; and later, for the rows of a
     block that has just filled, what its last row gave them. Both are noted along the path of rows that stay.
     """
 
     def __init__(self, knobs: ZipCache, config: ModelConfig) -> None:
-        self.knobs, self.attention, self.heads = knobs, config.attention, (config.kv_heads, config.heads)
+        super().__init__(BLOCK, knobs.gap, config)
+        self.knobs, self.attention = knobs, config.attention
         self.trail = Trail(SUMS)
         self._plan = AttentionPlan(record=Record(self.take, self.weigh))
 
@@ -134,62 +135,29 @@ class Saliency(Evict):
             every, first = probed(span.request.prompt_len, self.knobs.probes, self.knobs.seed), span.positions[0]
             mine = slice(bisect_left(every, first), bisect_right(every, span.positions[-1]))
             return [position - first for position in every[mine]]
-        return [row for row, position in enumerate(span.positions) if (position + 1) % self.knobs.gap == 0]
+        return self.lasts(span)
 
     def take(self, read: Read) -> None:
         """Note what the rows of a read that are asked attend to."""
         span = read.span
+        if not span.request.prefilling:
+            self.note_lasts(read)
+            return
         rows = self._asked(span)
         assert read.rows is None, "all rows run this layer"
-        if not span.request.prefilling:
-            self._note(read, rows)
-            return
         before, state = self.trail.before(read), received(read, rows).sum(0, keepdim=True)
         if before is not None:
             state[:, : before.shape[1]] += before
         self.trail.note(read, [span.rows - 1], state[:, None])
 
     def weigh(self, span: Span) -> Weighs | None:
-        """Prepares the weights of the last row of a block, which ends its step: native steps compute them."""
-        last = span.rows - 1
-        if span.request.prefilling or span.sees is not None or not self.acts(span) or self._asked(span) != [last]:
-            return None
-        n = span.positions[-1]
-        room = Weighed(len(span.kv.layers), 1, self.heads, n + 1)
+        return self.weighs_last(span) if self.acts(span) else None
 
-        def told() -> None:
-            found = room.weights[:, :, n + 1 - self.knobs.gap : n + 1].sum(1)
-            span.trail = {**(span.trail or {}), BLOCK: {layer: {last: own} for layer, own in enumerate(found)}}
+    def of_prompt(self, span: Span, keep: int | Sequence[int]) -> None:
+        self.trail.stayed(span, keep)
 
-        return Weighs(room, n, told)
-
-    def _note(self, read: Read, rows: Sequence[int]) -> None:
-        """Records the weights that these rows, each the last of a block on its own path, give the rows of that
-        block."""
-        span, part = read.span, read.part
-        weights = probe(read, rows).sum((0, 1))  # [r, N]
-        fresh = span.seen(torch.tensor(rows), torch.arange(part.fresh))
-        if span.trail is None:
-            span.trail = {}
-        noted: dict[int, Tensor] = {}
-        span.trail.setdefault(BLOCK, {})[read.layer] = noted
-        for i, row in enumerate(rows):
-            own = part.n + fresh[i].nonzero().flatten()
-            noted[row] = weights[i, torch.cat((torch.arange(part.n), own))[-self.knobs.gap :].to(weights.device)]
-
-    def stayed(self, span: Span, keep: int | Sequence[int]) -> None:
-        request = span.request
-        if request.prefilling:
-            self.trail.stayed(span, keep)
-            return
-        sums = request.state.pop(SUMS, None)  # its classes have been chosen
-        noted = (span.trail or {}).pop(BLOCK, {})
-        last = keep - 1 if isinstance(keep, int) else keep[-1] if keep else -1
-        found = {layer: weights[last] for layer, weights in noted.items() if last in weights}
-        if found:
-            request.state[BLOCK] = found
-        for layer in range(len(span.kv.layers)) if found or sums else ():
-            span.kv.limit(layer, 4 * self.knobs.gap)
+    def after_prompt(self, request: Request) -> bool:
+        return bool(request.state.pop(SUMS, None))  # its classes have been chosen
 
     def saliency(self, request: Request, layer: int, start: int, stop: int) -> Tensor:
         if stop > request.prompt_len:
@@ -207,10 +175,6 @@ class Saliency(Evict):
         if (window := self.attention[layer].window) is not None:
             seeing -= len(at) - torch.searchsorted(at, rows + window)
         return seeing.clamp(min=1)
-
-    # ---- what an evict method is asked
-    def places(self, layer: int, shape: KVShape) -> int:
-        return 0
 
 
 @lru_cache(maxsize=256)
