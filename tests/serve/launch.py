@@ -24,7 +24,7 @@ from phasewise.llm import LLM
 from phasewise.request.request import Request
 from phasewise.serve import server
 from phasewise.serve.app import run
-from phasewise.serve.guard.policy import Caps, ServePolicy
+from phasewise.serve.guard.policy import BatchPolicy, Caps, ServePolicy
 from tests.serve.playing import playing
 
 POLICIES = tuple(field.name for field in fields(ServePolicy))
@@ -61,7 +61,8 @@ def main(model: str, text: str) -> None:
     limits, faults = options.pop("limits", {}), options.pop("faults", {})
     verbs, recipes = options.pop("verbs", {}), options.pop("recipes", {})
     rules = {name: options.pop(name) for name in POLICIES if name in options}
-    kinds = {"keys": Path, "caps": lambda given: Caps(**given), "tls": lambda given: tuple(map(Path, given))}
+    kinds: dict[str, Any] = {"batches": lambda given: BatchPolicy(**{**given, "folder": Path(given["folder"])})}
+    kinds |= {"keys": Path, "caps": lambda given: Caps(**given), "tls": lambda given: tuple(map(Path, given))}
     policy = ServePolicy(**{name: kinds.get(name, lambda same: same)(value) for name, value in rules.items()})
     server.PATIENCE = faults.pop("patience", server.PATIENCE)
     try:

@@ -10,6 +10,7 @@ import typer
 
 from phasewise import __version__
 from phasewise.cli import (
+    batch,
     bench,
     convert,
     datastore,
@@ -55,6 +56,7 @@ def phasewise(
 app.command("serve")(serve.serve)
 app.command("run")(run.run)
 app.command("pull")(pull.pull)
+app.command("batch")(batch.batch)
 app.command("methods")(methods.methods)
 app.command("eval")(evaluate.evaluate)
 app.command("profile")(profile.profile)

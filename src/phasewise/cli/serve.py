@@ -15,6 +15,7 @@ import typer
 from phasewise import recipes
 from phasewise.cli import config as files
 from phasewise.cli.asked import Targets
+from phasewise.cli.batch import BatchOptions
 from phasewise.cli.options import DEFAULTS, DRAFTER, EngineOptions, parse_bytes, spread
 from phasewise.cli.progress import say
 from phasewise.errors import UserError
@@ -289,6 +290,7 @@ class Many:
 
 
 ADDRESS, OFFER, ACCESS, RECIPES, MANY = Address(), Offer(), Access(), Recipes(), Many()
+BATCHES = BatchOptions()
 SERVED = replace(DEFAULTS, model="smollm2")  # who starts a server wants answers; the other commands stay offline
 
 
@@ -300,6 +302,7 @@ def serve(
     access: Access = ACCESS,
     choices: Recipes = RECIPES,
     many: Many = MANY,
+    batches: BatchOptions = BATCHES,
     engine: EngineOptions = SERVED,
 ) -> None:
     """Serve a model over HTTP to any OpenAI or Anthropic client.
@@ -321,11 +324,12 @@ def serve(
       phasewise serve --draft prompt_lookup:k=6 --evict snapkv:keep=0.25 --schedule sarathi:budget=256
       phasewise serve --schedule slo --slo-ttft 500 --slo-tpot 50
       phasewise serve --recipe fast="draft=prompt_lookup:k=6" --recipe long="evict=streaming store=int8"
+      phasewise serve --batches ~/batches
       phasewise serve --config phasewise.toml
       phasewise serve --host 0.0.0.0 --keys keys.toml
       phasewise serve --place disaggregated:prefill=1,decode=2 --cluster processes
     """
-    policy = choices.within(offer.within(access.policy()))
+    policy = replace(choices.within(offer.within(access.policy())), batches=batches.policy())
     named = choices.named()
     source = context.get_parameter_source("model")
     asked = source is not None and source.name != "DEFAULT"

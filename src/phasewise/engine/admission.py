@@ -44,6 +44,15 @@ class Admission:
         """True if a request of so many tokens may be admitted now. No request is preempted for it."""
         return len(self.queues.running) < self.max_running and self.store.room(runtime.need(tokens))
 
+    def displace(self, request: Request, tokens: int, runtime: Runtime) -> bool:
+        """True if a request of so many tokens may be admitted now that requests in the background have made way."""
+        running = self.queues.running
+        while not request.params.background and running and running[-1].params.background:
+            self.preempt(running[-1])
+            if self.open(tokens, runtime):
+                return True
+        return False
+
     def promise(self, n_bytes: int) -> bool:
         """Set bytes aside for a request on its way here; False if there is no room. `promise(-n)` takes it back."""
         if n_bytes > 0 and not self.store.room(n_bytes):

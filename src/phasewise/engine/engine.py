@@ -166,7 +166,7 @@ class Engine:
     def _step(self) -> None:
         self._admit()
         self._measure()
-        works = self.parts.schedule.plan(self.running, self.parts.clock())
+        works = self.parts.schedule.plan(self._stepping(), self.parts.clock())
         spans = self._propose(self.room.reserve(works))
         if spans:
             self.counters.steps += 1
@@ -200,7 +200,9 @@ class Engine:
                 continue
             request.parent, request.computed = None, 0
             tokens, runtime = request.known + 1, self.runtime(request)
-            if not self.room.open(tokens, runtime):
+            if request.params.background and self.running and not self.running[0].params.background:
+                return
+            if not (self.room.open(tokens, runtime) or self.room.displace(request, tokens, runtime)):
                 return
             try:
                 runtime.open(request, tokens)
@@ -208,6 +210,14 @@ class Engine:
                 self._fail(request, error)
                 continue
             self._start(request)
+
+    def _stepping(self) -> list[Request]:
+        """Those whose turn it is: requests in the background stand still while there are others. A slice that is under
+        way goes on."""
+        running = self.running
+        if not running or running[0].params.background or not running[-1].params.background:
+            return running
+        return [each for each in running if not each.params.background or each.slice is not None]
 
     def _may_fork(self, parent: Request) -> bool:
         """True if siblings of `parent` should wait for its prompt: it is here, and has not completed it before."""

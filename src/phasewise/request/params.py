@@ -11,6 +11,8 @@ from typing import Any
 
 from phasewise.errors import UserError
 
+BACKGROUND = 1_000_000  # the priority of requests that run only while no others do
+
 
 @dataclass(frozen=True, slots=True)
 class Params:
@@ -44,7 +46,8 @@ class Params:
     include_stop_str_in_output: bool = False  # the stop string, or the text of the token that ends, stays
     skip_special_tokens: bool = True  # False: they are part of the text
     truncate_prompt_tokens: int | None = None  # the prompt is cut to so many, its last ones
-    priority: int = 0  # of those that wait, and of those that make way for others, the smaller goes first
+    # of those that wait, and of those that make way for others, the smaller goes first; BACKGROUND: see there
+    priority: int = 0
     greedy: bool = field(init=False, repr=False)
     penalised: bool = field(init=False, repr=False)
     """Whether logits are changed by penalties, a bias or a rule. Both are asked of every request in every step."""
@@ -87,6 +90,11 @@ class Params:
         object.__setattr__(self, "scored", self.provenance or any(each is not None for each in told))
 
     @property
+    def background(self) -> bool:
+        """True if it gives its slot, its memory and its part of each step to any request that is not."""
+        return self.priority >= BACKGROUND
+
+    @property
     def tells(self) -> bool:
         """True if every token of the output has a score."""
         return self.provenance or self.logprobs is not None
@@ -124,7 +132,7 @@ _RANGES = (
     ("prompt_logprobs", Integral, 0, 1 << 30),
     ("scored_from", Integral, 1, 1 << 30),
     ("min_tokens", Integral, 0, 1 << 30),
-    ("priority", Integral, -1_000_000, 1_000_000),
+    ("priority", Integral, -BACKGROUND, BACKGROUND),
     ("truncate_prompt_tokens", Integral, 1, 1 << 30),
 )
 _OPTIONAL = ("logprobs", "prompt_logprobs", "truncate_prompt_tokens")

@@ -120,6 +120,7 @@ def create_app(
     from fastapi import FastAPI
 
     from phasewise import __version__
+    from phasewise.serve.batches.endpoint import add_batches
     from phasewise.serve.described import describe
     from phasewise.serve.guard.keys import KeyRing
     from phasewise.serve.reloader import Reloader
@@ -134,7 +135,11 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.start()
+        if batches is not None:
+            batches.start()
         yield
+        if batches is not None:
+            await batches.stop()
         service.stop()
         if tracer is not None:
             tracer.close()
@@ -146,6 +151,8 @@ def create_app(
     guard(app, service, keys, policy, tracer)
     add_routes(app, service)
     show(app, service, keys, policy)
+    if (batches := add_batches(app, policy.batches, keys)) is not None:
+        service.metrics.registry.register(batches)
     describe(app)
     return app
 

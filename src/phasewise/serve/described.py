@@ -29,11 +29,12 @@ ANTHROPIC_ERROR: dict[str, Any] = {
 MEANINGS = {
     400: "The request is wrong; `param` names the field.", 401: "There is no API key, or an unknown one.",
     403: "The key may not do this.", 404: "There is no such model.",
+    409: "Something still needs it, or it is over.",
     408: "The body did not arrive in time, or the answer was not complete within its timeout.",
     413: "The body is too large.", 429: "Too much is asked for at a time: try again after Retry-After seconds.",
     500: "The request failed.", 503: "The engine has failed, or the server is shutting down.",
 }  # fmt: skip
-POSTED = tuple(MEANINGS)
+POSTED = tuple(status for status in MEANINGS if status != 409)
 Answers = dict[int | str, dict[str, Any]]
 
 

@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar, cast
 
@@ -24,6 +24,7 @@ import torch
 
 from phasewise.errors import UserError
 from phasewise.ops.native import release_threads
+from phasewise.request.params import BACKGROUND
 from phasewise.request.request import Departure, Request
 from phasewise.request.score import Score
 from phasewise.request.trace import Trace
@@ -126,6 +127,8 @@ class EngineLoop:
             feed.number = next(self._numbers)
             if feed.exchange is not None:
                 feed.exchange.hold(feed.number)
+                if feed.exchange.background:
+                    feed.request.params = replace(feed.request.params, priority=BACKGROUND)
         answer: asyncio.Future[Exception | None] = self._events.create_future()
         self._commands.put(lambda: self._add(feeds, answer))
         try:

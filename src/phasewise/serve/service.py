@@ -246,7 +246,8 @@ class Service:
         if order.params.ask is not None:
             await self._prepare(order, structure)
         answer = Answer(self.llm, self.engine, order)
-        if self._punctual is None:
+        exchange = CURRENT.get()
+        if self._punctual is None or (exchange is not None and exchange.background):  # nobody waits for those
             await answer.start()
         else:
             target = None if order.slo is None else order.slo.ttft

@@ -30,6 +30,7 @@ class RequestContext:
     began: float = field(default_factory=time.monotonic)
     quota: Quota | None = None  # of the key it came with, where there are keys
     counted: bool = False  # whether it has entered that quota
+    background: bool = False  # a line of a batch: runs only while no others do, outside of its key's rates
     model: str | None = None
     reserved: int = 0  # tokens
     ordered: int = 0  # tokens of its prompts, each once, however many samples it has ...
@@ -69,6 +70,8 @@ class RequestContext:
         order = _capped(order, key.caps, f"the key {key.name!r}", (asked, param))
         if key.priority:
             order = replace(order, params=replace(order.params, priority=order.params.priority + key.priority))
+        if self.background:
+            return order
         bounded = asked or key.caps.max_tokens or self.caps.max_tokens
         known = order.params.max_tokens if bounded else 0  # what has no bound is paid when it has ended
         tokens = self.ordered + len(order.prompts) * order.n * known

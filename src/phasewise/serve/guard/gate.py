@@ -20,6 +20,7 @@ from phasewise.serve.watch.traces import PARENT, Tracer
 log = logging.getLogger(__name__)
 OPEN = ("/health", "/health/live", "/health/ready")  # whoever watches a server has no key
 METRICS = "/metrics"
+LINE = "phasewise.line"  # in a scope that the server itself makes, for a line of a batch: {"quota": its key's or None}
 
 
 class Gate:
@@ -44,6 +45,9 @@ class Gate:
         exchange = RequestContext(
             self._end, request_id(scope["headers"]), scope["method"], scope["path"], self._policy.caps
         )
+        line = scope.get(LINE)
+        if line is not None:
+            exchange.background, exchange.quota = True, line["quota"]
         if self._tracer is not None:
             exchange.feeds, exchange.parent = [], [pair for pair in scope["headers"] if pair[0] in PARENT]
         entered = CURRENT.set(exchange)
@@ -62,7 +66,8 @@ class Gate:
         if asks:
             self._service.sleeper.enter()
         try:
-            self._admit(exchange, scope)
+            if line is None:
+                self._admit(exchange, scope)
             if asks:
                 await self._service.sleeper.awake()
             await self._app(scope, receive, sending)
@@ -100,6 +105,8 @@ class Gate:
         """All of a request is over: its key gets back what it did not use, and it is logged and traced."""
         if exchange.counted and exchange.quota is not None:
             exchange.quota.leave(exchange.reserved, exchange.prompt_tokens, exchange.output_tokens)
+        elif exchange.background and exchange.quota is not None:
+            exchange.quota.note(exchange.prompt_tokens, exchange.output_tokens)
         request_line(exchange)
         if self._tracer is not None:
             self._tracer.ended(exchange)

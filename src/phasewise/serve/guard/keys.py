@@ -88,6 +88,10 @@ class KeyRing(Collector):
         else:
             log.warning("%s has been read again: %d keys", self._path.name, len(self._quotas))
 
+    def named(self, name: str) -> Quota | None:
+        """The quota of the key of this name; None if the file has it no longer."""
+        return self._quotas.get(name)
+
     def find(self, headers: Iterable[tuple[bytes, bytes]]) -> Quota:
         """The quota of the key that a request's headers carry; every hash is compared, whichever it is. Raises ApiError
         401."""

@@ -31,6 +31,18 @@ class Reread:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchPolicy:
+    """The rules of batches: where they are kept, and how much of them there may be."""
+
+    folder: Path
+    lines: int = 50_000  # of one batch
+    file_bytes: int = 100 << 20  # of one file
+    total_bytes: int = 10 << 30  # of all files
+    live: int = 64  # batches of one key that are not over
+    running: int = 8  # lines at a time
+
+
+@dataclass(frozen=True, slots=True)
 class ServePolicy:
     """The rules of a server: keys and limits, how answers are parsed, and which are kept."""
 
@@ -48,6 +60,7 @@ class ServePolicy:
     caps: Caps = UNLIMITED  # of every request; a key may have narrower ones
     tool_format: str = "auto"  # how this model writes tool calls (tools/formats.py); auto: as its chat template does
     reasoning_format: str = "auto"  # what stands around its reasoning
+    batches: BatchPolicy | None = None  # /v1/files and /v1/batches; None: there are none
     recipes: Callable[[], Reread] | None = None  # read again at SIGHUP; None: they stay as they are
     allow_templates: bool = False  # requests may bring a chat template of their own
     playground: bool = True  # there is a page at / to try the model with

@@ -104,10 +104,14 @@ class Quota:
     def leave(self, reserved: int, prompt: int, output: int) -> None:
         """A request has ended: of the tokens reserved for it, those it did not use are given back."""
         self.running -= 1
-        self.used["prompt"] += prompt
-        self.used["output"] += output
+        self.note(prompt, output)
         if self.tokens is not None:
             self.tokens.take(prompt + output - reserved)
+
+    def note(self, prompt: int, output: int) -> None:
+        """Tokens of a request outside of the limits."""
+        self.used["prompt"] += prompt
+        self.used["output"] += output
 
     def reserve(self, tokens: int) -> None:
         """Take the tokens of a request that is about to run."""

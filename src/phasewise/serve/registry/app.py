@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from phasewise import __version__
 from phasewise.serve import app as one
+from phasewise.serve.batches.endpoint import add_batches
 from phasewise.serve.described import POSTED, answers, asks, describe, error_of
 from phasewise.serve.guard.gate import OPEN
 from phasewise.serve.guard.keys import KeyRing
@@ -64,7 +65,11 @@ def create_app(entries: Sequence[ModelEntry], limit: int, wait: float, policy: S
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         registry.start()
+        if batches is not None:
+            batches.start()
         yield
+        if batches is not None:
+            await batches.stop()
         await registry.stop()
         if tracer is not None:
             tracer.close()
@@ -75,6 +80,8 @@ def create_app(entries: Sequence[ModelEntry], limit: int, wait: float, policy: S
         front.metrics.registry.register(keys)
     one.guard(app, front, keys, policy, tracer)
     _add_routes(app, front)
+    if (batches := add_batches(app, policy.batches, keys)) is not None:
+        front.metrics.registry.register(batches)
     if policy.playground:
         add_to(app)
     describe(app)
