@@ -25,7 +25,7 @@ from tests import tiers  # noqa: E402
 
 FAULTS = ROOT / "docs" / "results" / "faults.jsonl"
 HEAD = """\
-# Quick tests of which `make test` runs a third each day (tests/tiers.py), with the seconds that their cases took.
+# Quick tests of which `make test` runs a quarter each day (tests/tiers.py), with the seconds that their cases took.
 # Written by scripts/slow_tests.py.
 """
 

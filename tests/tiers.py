@@ -6,7 +6,7 @@ The quick tier has every law of every method, and tests of each part. What is th
 combinations, instruction sets, formats and settings, real processes for longer. A new test belongs here if it takes
 many seconds and something quicker would find most of what it finds. Of laws over many combinations a run takes a
 sample, another one every day (`tests/seeds.py`), and so does the quick tier of the cases that `SAMPLED` names. The
-slower ones of the quick tests, which `tests/slow.txt` lists, take turns of three days in it; `make test-rest` runs
+slower ones of the quick tests, which `tests/slow.txt` lists, take turns of four days in it; `make test-rest` runs
 those of the other days every time.
 """
 
@@ -285,7 +285,7 @@ LONGEST = (
     "serve/test_ends.py", "place/test_disaggregated.py",
 )  # fmt: skip
 
-DAYS = 3  # in which each of the slower quick tests has its turn
+DAYS = 4  # in which each of the slower quick tests has its turn
 DAILY = (  # what runs every day, however slow
     "laws/", "serve/clients/", "cluster/test_processes.py::test_killed_at_work", "model/test_oracle.py", "test_",
 )  # fmt: skip
