@@ -123,6 +123,7 @@ def test_files_are_listed_read_and_deleted(server: Server) -> None:
         (line("a", "/v1/completions"), "mismatched_url", 1),
         (line("a", stream=True), "invalid_request", 1),
         ("[]", "invalid_request", 1),
+        ("[" * 100_000, "invalid_json_line", 1),
         ('{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions"}', "missing_required_parameter", 1),
         (line("a").replace("POST", "GET"), "invalid_method", 1),
         ("".join(line(str(i)) for i in range(6)), "too_many_lines", 6),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import asyncio
 import json
 import threading
 import time
@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 from fastapi import FastAPI
@@ -24,8 +25,9 @@ from phasewise.model.model import Model
 from phasewise.request.params import SLO
 from phasewise.serve.guard.keys import new_key
 from phasewise.serve.guard.policy import ServePolicy
+from phasewise.serve.registry.app import create_app
 from phasewise.serve.registry.front import POSTS
-from phasewise.serve.registry.registry import ModelRegistry, _close, _collect
+from phasewise.serve.registry.registry import ModelRegistry
 from phasewise.serve.registry.slot import ModelEntry
 from phasewise.serve.responses.endpoint import Stored
 from phasewise.serve.service import Service
@@ -183,18 +185,30 @@ def test_its_paths_are_those_of_one_model(llm: LLM) -> None:
     assert {path: kind for path, _, kind in service.posts} == dict(POSTS)
 
 
-def test_what_is_unloaded_is_gone(tmp_path: Path) -> None:
-    """The registry's own way of giving a model up leaves nobody who holds its weights."""
-    model: weakref.ref[Model]
-    service = Service(LLM(str(chat_checkpoint()), limits=Limits(kv_bytes=KV)), "tiny", ServePolicy())
-    model = weakref.ref(service.llm.model)
-    service.engine._thread = threading.Thread(target=lambda: None)  # one that was never started
-    service.engine._thread.start()
-    _close(service)
-    del service
-    gc.unfreeze()
-    _collect()
-    assert model() is None
+def test_what_is_unloaded_is_gone() -> None:
+    """Two models take turns where one fits: nobody holds the weights of the one that made way."""
+    weights: list[weakref.ref[Model]] = []
+
+    def load() -> LLM:
+        llm = LLM(str(chat_checkpoint()), limits=Limits(kv_bytes=KV), draft="paced")
+        weights.append(weakref.ref(llm.model))
+        return llm
+
+    async def asked() -> None:
+        transport = httpx.ASGITransport(app=app)
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url="http://here", timeout=PATIENCE) as client,
+        ):
+            for name in ("one", "two", "one"):
+                body = {"model": name, "prompt": "the", "max_tokens": 2}
+                assert (await client.post("/v1/completions", json=body)).status_code == 200
+                assert (await client.get("/tokenizer_info", params={"model": name})).json()["chat_template"]
+            assert [model() is not None for model in weights] == [False, False, True]
+
+    entries = [ModelEntry(name, load, lambda: 1, KV) for name in ("one", "two")]
+    app = create_app(entries, KV + 1, 30.0)
+    asyncio.run(asked())
 
 
 # ---- files and folders of models

@@ -159,8 +159,10 @@ def create_app(
 
 def guard(app: FastAPI, front: ServedFront, keys: KeyRing | None, policy: ServePolicy, tracer: Tracer | None) -> None:
     """Adds what stands before all endpoints: the gate, other origins, and the answers to errors."""
+    from starlette.exceptions import HTTPException
     from starlette.middleware.cors import CORSMiddleware
 
+    from phasewise.errors import PhasewiseError
     from phasewise.serve.guard.gate import Gate
 
     app.add_middleware(Gate, service=front, keys=keys, policy=policy, tracer=tracer)
@@ -169,15 +171,6 @@ def guard(app: FastAPI, front: ServedFront, keys: KeyRing | None, policy: ServeP
             CORSMiddleware, allow_origins=policy.origins, allow_methods=METHODS, allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )  # fmt: skip
-    refusals(app, front)
-
-
-def refusals(app: FastAPI, front: ServedFront) -> None:
-    """Has every exception answered by the front."""
-    from starlette.exceptions import HTTPException
-
-    from phasewise.errors import PhasewiseError
-
     for error in (PhasewiseError, HTTPException, Exception):
         app.add_exception_handler(error, front.refuse)
 

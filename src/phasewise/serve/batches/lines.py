@@ -42,7 +42,7 @@ def parse(number: int, text: bytes, endpoint: str | None) -> BatchLine:
     at = number + 1
     try:
         said = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise LineError(at, "invalid_json_line", f"this is not JSON ({error})") from error
     if not isinstance(said, Mapping):
         raise LineError(at, "invalid_request", "this is no JSON object")

@@ -7,12 +7,17 @@ import shlex
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from typing import Any
 
 from fastapi import FastAPI
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from phasewise import __version__
+from phasewise.errors import PhasewiseError
 from phasewise.serve import app as one
 from phasewise.serve.batches.endpoint import add_batches
 from phasewise.serve.described import POSTED, answers, asks, describe, error_of
@@ -26,7 +31,7 @@ from phasewise.serve.registry.slot import ModelEntry
 from phasewise.serve.reloader import Reloader
 from phasewise.serve.responses.endpoint import Stored
 from phasewise.serve.service import Service
-from phasewise.serve.watch.events import ENDLESS
+from phasewise.serve.watch.events import ENDLESS, Events
 from phasewise.serve.watch.traces import Tracer, exporter
 
 
@@ -47,15 +52,18 @@ def run_models(
 
 def create_app(entries: Sequence[ModelEntry], limit: int, wait: float, policy: ServePolicy = one.POLICY) -> FastAPI:
     """The ASGI application of a registry. Its lifespan loads what is to be there from the start, and unloads all."""
-    inner = replace(policy, playground=False)
 
-    def app_of(service: Service) -> FastAPI:
-        """The application of one model: its endpoints, behind the gate that all models share."""
-        app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-        one.add_routes(app, service)
-        one.show(app, service, keys, inner)
-        one.refusals(app, service)
-        return app
+    def app_of(service: Service) -> Starlette:
+        """The application of one model: its endpoints, behind the gate that all models share. It is not FastAPI's,
+        which remembers every endpoint that it has ever seen, and with it the weights."""
+
+        async def tokenizer_info(request: Request) -> Response:
+            return await dict(service.gets)["/tokenizer_info"]()
+
+        service.events = Events(service.engine, service.metrics.kv_limit, keys, policy.open_metrics)
+        routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint, _ in service.posts]
+        handlers: dict[Any, Any] = dict.fromkeys((PhasewiseError, HTTPException), service.refuse)
+        return Starlette(routes=[*routes, Route("/tokenizer_info", tokenizer_info)], exception_handlers=handlers)
 
     registry = ModelRegistry(entries, limit, app_of, Stored(policy.stored_bytes))
     front = RegistryFront(registry, wait)

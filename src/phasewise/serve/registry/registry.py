@@ -24,7 +24,7 @@ from phasewise.llm import LLM
 from phasewise.model.source import forget
 from phasewise.model.weights import LOADING
 from phasewise.ops.native.room import let_go
-from phasewise.serve.failures import ApiError, without_paths
+from phasewise.serve.failures import SHUTDOWN, ApiError, without_paths
 from phasewise.serve.registry.slot import ModelEntry, ModelSlot
 from phasewise.serve.responses.endpoint import Stored
 from phasewise.serve.service import Service
@@ -160,6 +160,8 @@ class ModelRegistry:
         """In a thread: load it, and note how far it is."""
 
         def told(fraction: float) -> None:
+            if self.stopping:
+                raise UserError(SHUTDOWN)  # nobody waits for the rest of it
             slot.fraction = max(slot.fraction, fraction)  # a second model's weights begin at 0 again
 
         let_go()  # what is packed now shares no block with other models
