@@ -139,3 +139,9 @@ def test_a_file_that_is_not_there_is_no_prompt(cli: Cli) -> None:
     assert said.code == 2 and "there is no file no/such.gguf" in said.err
     said = cli("run", "the", "quick", "fox", *MODEL)
     assert said.code == 2 and "quote a prompt as one" in said.err
+
+
+def test_a_model_that_cannot_chat_is_told_of_before_anything_is_typed(cli: Cli) -> None:
+    model = chat_checkpoint(chat=False)
+    said = cli("run", model, "--kv-bytes", "64M")
+    assert said.code == 2 and "no chat template" in said.err and f"phasewise run {model} 'Once" in said.err

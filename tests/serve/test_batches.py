@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import io
+import itertools
 import json
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -17,9 +21,12 @@ from phasewise.errors import UserError
 from phasewise.llm import LLM
 from phasewise.request.params import BACKGROUND, Params
 from phasewise.request.request import Request
-from phasewise.serve.batches.folder import BatchFolder
+from phasewise.serve.batches.endpoint import BatchAsk, new_batch
+from phasewise.serve.batches.folder import BatchFolder, KeptBatch
 from phasewise.serve.batches.lines import checked
+from phasewise.serve.batches.runner import BatchRunner
 from phasewise.serve.guard.keys import new_key
+from phasewise.serve.guard.policy import BatchPolicy
 from tests import tiny
 from tests.serve.running import PATIENCE, Server
 
@@ -216,6 +223,61 @@ def test_a_folder_is_one_servers_alone(tmp_path: Path) -> None:
         BatchFolder(tmp_path, 1 << 20)
     first.close()
     BatchFolder(tmp_path, 1 << 20).close()
+
+
+# ---- the runner, with an application of its own
+Answers = Callable[[int], tuple[int, dict[str, Any]]]
+
+
+def ran(folder: Path, answers: Answers, *, expires: float = 3600, breaks: bool = False) -> tuple[KeptBatch, list[Any]]:
+    """A batch of two lines where the n-th request gets what `answers(n)` says: the batch, and its error lines."""
+    asked = itertools.count()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        status, body = answers(next(asked))
+        if status == 0:
+            await asyncio.Event().wait()
+        headers = [(b"retry-after", b"0")]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": json.dumps(body).encode()})
+
+    async def run() -> tuple[KeptBatch, list[Any]]:
+        kept = BatchFolder(folder, 1 << 20)
+        runner = BatchRunner(kept, app, None, BatchPolicy(folder))
+        source = kept.keep([(line("a") + line("b")).encode()], "x", "batch", None)
+        batch = kept.begin(new_batch(BatchAsk(
+            input_file_id=source.id, endpoint="/v1/chat/completions", completion_window="24h"
+        )), None)  # fmt: skip
+        batch.body["expires_at"] = time.time() + expires
+        if breaks:
+            kept.finish = full  # type: ignore[method-assign]
+        runner.drive(batch)
+        await asyncio.wait_for(asyncio.gather(*runner._drives.values()), PATIENCE)
+        errors = list(kept.files[batch.body["error_file_id"]].lines()) if batch.body["error_file_id"] else []
+        await runner.stop()
+        return batch, [json.loads(row) for row in errors]
+
+    return asyncio.run(run())
+
+
+def full(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_server_that_is_busy_is_asked_again(tmp_path: Path) -> None:
+    batch, _ = ran(tmp_path, lambda n: (429, {"error": {"code": "queue_full"}}) if n < 3 else (200, {}))
+    assert batch.status == "completed" and batch.body["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
+
+
+def test_what_is_not_answered_in_time_is_told(tmp_path: Path) -> None:
+    batch, errors = ran(tmp_path, lambda n: (0, {}) if n else (200, {}), expires=0.2)
+    assert batch.status == "expired" and batch.body["request_counts"]["completed"] == 1
+    assert [row["error"]["code"] for row in errors] == ["batch_expired"]
+
+
+def test_a_disk_that_is_full_ends_the_batch_and_not_the_server(tmp_path: Path) -> None:
+    batch, _ = ran(tmp_path, lambda n: (200, {}), breaks=True)
+    assert batch.status == "failed" and batch.body["errors"]["data"][0]["code"] == "storage_failed"
 
 
 # ---- in the engine

@@ -205,6 +205,10 @@ def test_what_is_unloaded_is_gone() -> None:
                 assert (await client.post("/v1/completions", json=body)).status_code == 200
                 assert (await client.get("/tokenizer_info", params={"model": name})).json()["chat_template"]
             assert [model() is not None for model in weights] == [False, False, True]
+            slot = app.state.service.registry.slots["one"]
+            slot.service.engine.failed = "the step broke"
+            assert (await client.post("/v1/completions", json=body)).status_code == 200, "it is loaded again"
+            assert slot.evictions["failed"] == 1 and slot.loads == 3
 
     entries = [ModelEntry(name, load, lambda: 1, KV) for name in ("one", "two")]
     app = create_app(entries, KV + 1, 30.0)

@@ -65,6 +65,7 @@ def run(
 
     params = Params(max_tokens=max_tokens, temperature=temperature, seed=seed)
     if chat:
+        _check_chats(llm)
         Conversation(llm, params).hold(prompt)
     else:
         assert prompt is not None
@@ -85,6 +86,14 @@ def _split(words: list[str], named: bool) -> tuple[str | None, str | None]:
     if only.lower().endswith(".gguf"):
         raise UserError(f"there is no file {only}: check the path")
     return None, only
+
+
+def _check_chats(llm: LLM) -> None:
+    """Raise UserError for a model without a chat template before anything is typed."""
+    try:
+        llm.encode_chat([{"role": "user", "content": "Hello!"}])
+    except UserError as error:
+        raise UserError(f"{error} Or have it continue a prompt: phasewise run {llm.name} 'Once upon a time'") from error
 
 
 def _is_model(path: Path) -> bool:

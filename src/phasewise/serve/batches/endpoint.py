@@ -145,15 +145,7 @@ class BatchEndpoints:
         if live >= self._policy.live:
             raise ApiError(429, f"{live} batches are under way, as many as there may be: try again when one is over",
                            code="too_many_batches", retry=60.0)  # fmt: skip
-        now = int(time.time())
-        times = {f"{each}_at": None for each in (*OVER, "in_progress", "finalizing", "cancelling")}
-        body = {
-            "id": f"batch_{uuid.uuid4().hex}", "object": "batch", "endpoint": ask.endpoint, "errors": None,
-            "input_file_id": source.id, "completion_window": ask.completion_window, "status": "validating",
-            "output_file_id": None, "error_file_id": None, "created_at": now, **times, "expires_at": now + WINDOW,
-            "request_counts": {"total": 0, "completed": 0, "failed": 0}, "metadata": ask.metadata,
-        }  # fmt: skip
-        batch = self._folder.begin(body, owner)
+        batch = self._folder.begin(new_batch(ask), owner)
         self._runner.drive(batch)
         return json_response(batch.body)
 
@@ -173,6 +165,18 @@ class BatchEndpoints:
             raise ApiError(409, f"the batch {id!r} is {batch.status}: there is nothing to cancel", code="batch_is_over")
         self._runner.cancel(batch)
         return json_response(batch.body)
+
+
+def new_batch(ask: BatchAsk) -> dict[str, Any]:
+    """A batch as clients see it first."""
+    now = int(time.time())
+    times = {f"{each}_at": None for each in (*OVER, "in_progress", "finalizing", "cancelling")}
+    return {
+        "id": f"batch_{uuid.uuid4().hex}", "object": "batch", "endpoint": ask.endpoint, "errors": None,
+        "input_file_id": ask.input_file_id, "completion_window": ask.completion_window, "status": "validating",
+        "output_file_id": None, "error_file_id": None, "created_at": now, **times, "expires_at": now + WINDOW,
+        "request_counts": {"total": 0, "completed": 0, "failed": 0}, "metadata": ask.metadata,
+    }  # fmt: skip
 
 
 def add_batches(app: FastAPI, policy: BatchPolicy | None, keys: KeyRing | None) -> BatchRunner | None:
