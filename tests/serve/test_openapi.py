@@ -20,14 +20,14 @@ def brief() -> Iterator[Server]:
 
 
 def test_the_document_names_every_status() -> None:
-    from phasewise.serve.described import MEANINGS
+    from phasewise.serve.described import POSTED
 
     with Server() as running:
         paths = httpx.get(f"{running.url}/openapi.json", timeout=PATIENCE).json()["paths"]
     posts = {path: set(kinds["post"]["responses"]) for path, kinds in paths.items() if "post" in kinds}
     assert {"/v1/completions", "/v1/chat/completions"} <= set(posts)
     for path, statuses in posts.items():
-        assert statuses == {"200", *map(str, MEANINGS)}, path
+        assert statuses == {"200", *map(str, POSTED)}, path
     assert not [path for path, kinds in paths.items() for kind in kinds.values() if "422" in kind["responses"]]
 
 
