@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phasewise import catalog
@@ -20,11 +21,16 @@ from phasewise.engine.engine import Engine
 from phasewise.engine.runtime import Parts
 from phasewise.errors import UserError, near
 from phasewise.kv.buffer import Ledger
+from phasewise.kv.tiers.folder import BlockFolder
+from phasewise.kv.tiers.tiers import KVTiers
 from phasewise.load import dtype_of, load_model
+from phasewise.model.digest import weights_digest
 from phasewise.model.model import Model
+from phasewise.ops.native import library
 from phasewise.options import CLUSTERS, defaults, parse, parse_recipes, refuse_lossy
 from phasewise.request.counters import Counters
 from phasewise.verbs.place import Placed
+from phasewise.version import __version__
 
 if TYPE_CHECKING:
     from phasewise.engine.limits import Limits
@@ -52,6 +58,7 @@ class Builder:
 
     def build(self) -> Placed:
         """The placement, ready for requests."""
+        self._check_tiers()
         placed: Placed = self.methods["place"].build(self)
         if self._launches:
             return placed
@@ -62,7 +69,7 @@ class Builder:
             )
         for methods in (self.methods, *self.recipes.values()):
             store = methods["store"]
-            if store.wire(kv_shapes(self.model), 1) is not None:
+            if self.limits.kv_disk is None and store.wire(kv_shapes(self.model), 1) is not None:
                 say_nothing_travels(type(store).__module__.rpartition(".")[2])
         return placed
 
@@ -87,9 +94,14 @@ class Builder:
         the part of a pool that `ledger` keeps account of. All recipes run in it."""
         counters = Counters()
         ledger = ledger or Ledger(int(self.budget * share))
-        assembly = Assembly(self.model, ledger, counters, defaults(), self.load, self.limits.prefix_cache)
-        every = {"": self.methods, **self.recipes}
-        recipes = {name: assembly.runtime(methods, phases) for name, methods in every.items()}
+        tiers, identity = self._tiers()
+        caching, every = self.limits.prefix_cache, {"": self.methods, **self.recipes}
+        assembly = Assembly(self.model, ledger, counters, defaults(), self.load, caching, tiers, identity)
+        try:
+            recipes = {name: assembly.runtime(methods, phases) for name, methods in every.items()}
+        except Exception:
+            assembly.prefixes.close()  # a folder that nobody uses is not locked
+            raise
         schedule = assembly.bind(self.methods, "schedule")
         departs = "decode" not in phases
         bind = partial(assembly.runtime, names=phases)
@@ -97,6 +109,40 @@ class Builder:
             self.model, recipes, schedule, counters, self.clock, self.limits.max_running, departs, assembly.taps, bind
         )
         return Engine(parts)
+
+    def _tiers(self) -> tuple[KVTiers | None, str]:
+        """What lies below the budget, and what names the model there. Raises UserError for a folder that cannot be
+        used."""
+        if not self.limits.tiered:
+            return None, ""
+        if self.limits.kv_disk is None:
+            return KVTiers(self.limits.kv_host, None), ""
+        folder = BlockFolder(Path(self.limits.kv_disk), self.limits.kv_disk_bytes)
+        kernels = library()
+        identity = (
+            __version__, weights_digest(self.model.files, folder.path / "models.json"), self.model.int8,
+            self.model.device.type, "" if kernels is None else Path(kernels._name).stem,
+        )  # fmt: skip
+        return KVTiers(self.limits.kv_host, folder), repr(identity)
+
+    def _check_tiers(self) -> None:
+        """Raise UserError where prefix blocks have a place below the budget, and nothing would ever come there."""
+        if not self.limits.tiered:
+            return
+        option = "--kv-host" if self.limits.kv_disk is None else "--kv-disk"
+        if not self.limits.prefix_cache:
+            raise UserError(f"{option} keeps what the prefix cache has: leave --no-prefix-cache out")
+        if self.methods["place"].traits.launches:
+            name = catalog.name_of("place", self.methods["place"])
+            raise UserError(f"{option} is for one engine in one process: leave --place {name} out")
+        for recipe, methods in {"": self.methods, **self.recipes}.items():
+            for method in methods.values():
+                verb = method.traits.verb
+                if not method.traits.shares_prefix:
+                    where = f" of recipe {recipe!r}" if recipe else ""
+                    name = f"{verb} {catalog.name_of(verb, method)}{where}"
+                    raise UserError(f"{option} keeps prompts that others may reuse, and those of {name} are not: leave "
+                                    "one of them out")  # fmt: skip
 
     def launcher(self) -> Launcher:
         """The launcher of a placement's workers. Raises UserError for a `cluster` that is unknown or not installed."""

@@ -70,7 +70,7 @@ def remembered(verbs: dict[str, str]) -> list[Tensor]:
         return []
     nodes, layers = store.tree.match(request.prompt[:64]), list(store.layers(64))
     assert sum(node.rows for node in nodes) == 64
-    store.tree.copy_into(nodes, layers)
+    store.tree.copy_into([node.planes for node in nodes], layers)
     return [plane[:, :64] for layer in layers for plane in layer.slabs[0].buffer.planes]
 
 

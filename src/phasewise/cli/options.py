@@ -33,6 +33,14 @@ def parse_bytes(text: str) -> int:
     return size
 
 
+def parse_folder(text: str) -> tuple[str, int]:
+    """A folder and its bound in bytes, written as DIR:SIZE. Raises UserError."""
+    folder, colon, size = text.rpartition(":")
+    if not (folder and colon):
+        raise UserError(f"--kv-disk {text}: write a folder and its bound, such as /var/cache/kv:8G")
+    return folder, parse_bytes(size)
+
+
 def _method(verb: str) -> Any:
     """The option of one verb; its help lists the methods without importing any of them."""
     question = catalog.QUESTIONS[verb].rstrip("?")
@@ -76,6 +84,21 @@ class EngineOptions:
     no_prefix_cache: Annotated[
         bool, typer.Option("--no-prefix-cache", help="Do not reuse the KV of prompts with a common beginning.")
     ] = False
+    kv_host: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory beyond --kv-bytes for KV of prompts that found no more room there, such as 4G. Default: none.",
+        ),
+    ] = None
+    kv_disk: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR:SIZE",
+            help="Folder for KV of prompts, and its bound, such as /var/cache/kv:8G. It is found again after a "
+            "restart by the same model with the same methods. One server has it at a time. Default: none.",
+        ),
+    ] = None
     cluster: Annotated[
         str,
         typer.Option(
@@ -113,7 +136,9 @@ class EngineOptions:
         from phasewise.engine.limits import Limits
 
         budget = None if self.kv_bytes is None else parse_bytes(self.kv_bytes)
-        return Limits(budget, self.max_running, not self.no_prefix_cache, self.cluster, self.exact)
+        host = 0 if self.kv_host is None else parse_bytes(self.kv_host)
+        folder, size = (None, 0) if self.kv_disk is None else parse_folder(self.kv_disk)
+        return Limits(budget, self.max_running, not self.no_prefix_cache, self.cluster, self.exact, host, folder, size)
 
     def on_the_processor(self, what: str) -> None:
         """Raise UserError if another device than the CPU was chosen for `what`, which concerns the CPU."""
@@ -122,8 +147,11 @@ class EngineOptions:
 
     def check(self, named: Mapping[str, Mapping[str, str]] | None = None) -> None:
         """Raise UserError for a mistake, also in recipes, that shows before anything is loaded."""
-        if self.kv_bytes is not None:
-            parse_bytes(self.kv_bytes)
+        for size in (self.kv_bytes, self.kv_host):
+            if size is not None:
+                parse_bytes(size)
+        if self.kv_disk is not None:
+            parse_folder(self.kv_disk)
         for verb, text in self.verbs.items():
             catalog.known(verb, text)
         if self.exact:

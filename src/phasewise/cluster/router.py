@@ -136,6 +136,10 @@ class Router:
         return sum(handle.state.get("kv_bytes", 0) for handle in self.handles)
 
     @property
+    def tiers(self) -> dict[str, float]:
+        return {}
+
+    @property
     def prefix_bytes(self) -> int:
         return sum(handle.state.get("prefix_bytes", 0) for handle in self.handles)
 

@@ -22,6 +22,7 @@ class Asleep:
         self.by_recipe = engine.by_recipe
         self.by_role: dict[str, dict[str, int]] = {}
         self.workers: dict[str, int] = {}
+        self.tiers: dict[str, float] = {}
         self.waiting: list[Request] = []
         self.running: list[Request] = []
 

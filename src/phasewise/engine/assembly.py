@@ -4,15 +4,17 @@ of mixed recipes group well and second models follow a request once."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from phasewise.engine.binding import Bindings, Methods, in_phase
-from phasewise.engine.refusals import refuse_blocks
+from phasewise.engine.refusals import refuse_blocks, refuse_tiers
 from phasewise.engine.runtime import Runtime
 from phasewise.kv.buffer import Ledger
 from phasewise.kv.format import KVShape, Raw, RowFormat
 from phasewise.kv.prefix import PrefixCache
 from phasewise.kv.store import Sharing, Store
+from phasewise.kv.tiers.tiers import KVTiers
 from phasewise.kv.wire import Wire
 from phasewise.speculation.companion import Companion
 from phasewise.step.phase import Phase
@@ -27,15 +29,17 @@ if TYPE_CHECKING:
 
 class Assembly:
     """Puts the runtimes of one engine together. `defaults`: what phases have where nothing is chosen, by verb; `load`
-    finds second models; `caching`: whether prompts share prefixes."""
+    finds second models; `caching`: whether prompts share prefixes; `tiers`: what lies below their budget."""
 
     def __init__(
         self, model: Model, ledger: Ledger, counters: Counters, defaults: Methods, load: Callable[[str], Model],
-        caching: bool,
+        caching: bool, tiers: KVTiers | None = None, identity: str = "",
     ) -> None:  # fmt: skip
+        """`identity`: what else shapes rows that outlive this process (the weights, above all)."""
         self.model, self.ledger, self.counters, self.defaults, self.caching = model, ledger, counters, defaults, caching
         self.taps: set[int] = set()
-        self.prefixes = PrefixCache(ledger)
+        self.prefixes = PrefixCache(ledger, tiers)
+        self._identity = identity
         self._load = load
         self._bindings: list[tuple[Any, Bindings]] = []  # by sample method: a host has one
         self._forms: list[tuple[Any, int, RowFormat, Wire | None]] = []
@@ -54,8 +58,9 @@ class Assembly:
         format, wire = self._form(methods["store"], unit)
         refuse_blocks(format, methods["store"], kv_shapes(self.model))
         key = self._prefix_key(methods, names[0]) if self.caching else None
-        shared = Sharing(key, 1 if evict is None else max(1, evict.observes), unit, self.prefixes)
         shapes, counters = kv_shapes(self.model), self.counters
+        private = 1 if evict is None else max(1, evict.observes)
+        shared = Sharing(key, private, unit, self.prefixes, partial(methods["store"].blocks, shapes))
         store = Store(shapes, format, ledger=self.ledger, counters=counters, sharing=shared, wire=wire)
         slots: list[SlotRuntime | None] = []
         for own in phases:
@@ -103,7 +108,9 @@ class Assembly:
         shaping += [in_phase(methods[verb], first, self.defaults[verb]) for verb in ("attend", "skip")]
         if not methods["decode"].traits.plain_prompts:
             shaping.append(methods["decode"])
-        return repr((self.model.config, self.model.dtype, shaping))
+        if self.prefixes.tiers is not None and self.prefixes.tiers.folder is not None:
+            refuse_tiers(shaping, self._of(methods["sample"]).host.artefacts)
+        return f"{self._identity}{(self.model.config, self.model.dtype, shaping)!r}"
 
 
 def _same(one: Any, other: Any) -> bool:

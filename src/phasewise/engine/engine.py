@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from phasewise.request.params import Params
 
 log = logging.getLogger(__name__)
+LOADS = 0.005  # seconds that a step with nothing to run waits for KV on its way from a tier
 
 
 class Engine:
@@ -67,6 +68,10 @@ class Engine:
     def prefix_bytes(self) -> int:
         """The part of these bytes that the prefix cache holds."""
         return self.prefixes.bytes
+
+    @property
+    def tiers(self) -> Mapping[str, float]:
+        return {} if self.prefixes.tiers is None else self.prefixes.tiers.numbers()
 
     @property
     def growth(self) -> int:
@@ -135,6 +140,8 @@ class Engine:
         request.layers, request.ends = self.model.config.layers, self.model.config.eos
         request.trace.enter(self.parts.clock())
         self.queues.join(request, self.waiting)
+        if request.parent is None:
+            self.runtime(request).store.fetch(request)
 
     def resume(self, request: Request) -> None:
         """Take over a request whose KV is already loaded (hand-off), in the store of its recipe here."""
@@ -171,6 +178,8 @@ class Engine:
         if spans:
             self.counters.steps += 1
             self._run(spans)
+        elif self.prefixes.tiers is not None:
+            self.prefixes.tiers.wait(LOADS)  # whoever asks for steps again and again leaves the cores to a load
 
     def learn(self, recipes: Mapping[str, Mapping[str, Any]]) -> None:
         """See `Placed`."""
@@ -184,9 +193,11 @@ class Engine:
         self.prefixes.clear()
 
     def close(self) -> None:
-        """Whatever works for a decode method elsewhere ends; all else is in this process and goes with it."""
+        """Whatever works for a decode method elsewhere ends, and KV is written down where a tier on disk keeps it; all
+        else is in this process and goes with it."""
         for phase in (phase for runtime in self.recipes.values() for phase in runtime.phases):
             phase.decode.close()
+        self.prefixes.close()
 
     # ---- one step
     def _goes(self, request: Request) -> bool:
@@ -197,6 +208,8 @@ class Engine:
         room."""
         for request in list(self.waiting):
             if request.parent is not None and self._may_fork(request.parent):
+                continue
+            if self.prefixes.tiers is not None and self.prefixes.tiers.loading(request.id):
                 continue
             request.parent, request.computed = None, 0
             tokens, runtime = request.known + 1, self.runtime(request)
@@ -391,6 +404,8 @@ class Engine:
         self.queues.drop(request)
         self.runtime(request).leave(request)
         request.release()
+        if self.prefixes.tiers is not None:
+            self.prefixes.tiers.forget(request.id)
         if request not in self._progressed:
             self._progressed.append(request)
 

@@ -33,12 +33,20 @@ class Limits:
     # where the workers of a placement run: inline (this thread), processes, ray[:knobs] or auto (processes if possible)
     cluster: str = "inline"
     exact: bool = False  # no method that may change answers, in any recipe
+    kv_host: int = 0  # bytes of memory for prefix blocks that the budget gives up; 0: none
+    kv_disk: str | None = None  # a folder for prefix blocks, which outlives the process ...
+    kv_disk_bytes: int = 0  # ... and its bound
 
     def on(self, device: torch.device) -> Limits:
         """The same for a model on `device`: KV that nobody has limited lies in the memory of a GPU, if it is one."""
         if self.kv_bytes is not None or device.type != "cuda":
             return self
         return replace(self, kv_bytes=device_memory(device))
+
+    @property
+    def tiered(self) -> bool:
+        """True if prefix blocks have a place below the budget."""
+        return self.kv_host > 0 or self.kv_disk is not None
 
     @property
     def budget(self) -> int:

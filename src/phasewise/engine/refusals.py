@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from phasewise.engine.binding import label
+from phasewise.engine.binding import name as name_of
 from phasewise.errors import UserError
 from phasewise.kv.buffer import ROUND, rounded, stride
 from phasewise.kv.format import SIDES, RowFormat, block_format
@@ -33,6 +34,16 @@ def refuse(request: Request, runtime: Runtime, vocab: int, eos: Sequence[int]) -
         raise UserError(f"token id {bad} is outside the vocabulary: ids must lie in [0, {vocab})")
     _refuse_rules(request.params, vocab, eos)
     _refuse_scores(request.params, runtime)
+
+
+def refuse_tiers(shaping: Iterable[Any], artefacts: Collection[str]) -> None:
+    """Raise UserError for a method that makes a prompt's rows with weights of its own, or with a second model: of rows
+    that outlive the process nobody could say from which weights they are. `artefacts`: kinds of those loaded."""
+    for method in shaping:
+        verb = method.traits.verb
+        if f"{verb}.{name_of(verb, method)}" in artefacts or type(method).needs == "second model":
+            raise UserError(f"{label(verb, method)} makes prompts' KV with weights of its own, which --kv-disk does "
+                            "not tell apart: leave one of them out (--kv-host goes with it)")  # fmt: skip
 
 
 def _refuse_rules(params: Params, vocab: int, eos: Sequence[int]) -> None:

@@ -13,13 +13,16 @@ import math
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from phasewise.kv.buffer import Ledger
 from phasewise.kv.layer_kv import LayerKV
 from phasewise.kv.retained import RetainedStore
+
+if TYPE_CHECKING:
+    from phasewise.kv.tiers.tiers import KVTiers, TierSpace
 
 BLOCK = 32  # rows per node, or the smallest multiple of the decode method's unit
 
@@ -78,7 +81,10 @@ class LayerRows:
 
 class PrefixTree:
     """`unit`: rows of one unit depend on each other's tokens, so only whole units may be shared. `ticks` say in which
-    order blocks are used, of all trees that make way for one another."""
+    order blocks are used, of all trees that make way for one another. `below`: its blocks in the tiers beyond the
+    budget; None: what makes way is gone."""
+
+    below: TierSpace | None = None
 
     def __init__(self, key: str, ledger: Ledger, unit: int = 1, ticks: Iterator[int] | None = None) -> None:
         self.block = math.lcm(BLOCK, unit)
@@ -100,15 +106,26 @@ class PrefixTree:
             node = child
         return path
 
-    def copy_into(self, nodes: list[Node], layers: list[LayerKV]) -> int:
-        """Write the nodes' rows to the start of an empty KV. Returns bytes copied."""
+    def keys(self, tokens: Sequence[int]) -> tuple[list[bytes], int]:
+        """The keys of all whole blocks of `tokens`, and how many of these are cached, from the first on."""
+        node: Node | None = self.root
+        key, found, cached = self.root.key, list[bytes](), 0
+        for start in range(0, len(tokens) - self.block + 1, self.block):
+            key = chain(key, tokens[start : start + self.block])
+            found.append(key)
+            node = None if node is None else node.children.get(key)
+            cached += node is not None
+        return found, cached
+
+    def copy_into(self, blocks: Sequence[Sequence[Sequence[Tensor]]], layers: list[LayerKV]) -> int:
+        """Write the rows of blocks, [layer][plane] each, to the start of an empty KV. Returns bytes copied."""
         moved, at = 0, 0
-        for node in nodes:
-            for layer, planes in zip(layers, node.planes):
+        for block in blocks:
+            for layer, planes in zip(layers, block):
                 for plane, rows in zip(layer.slabs[0].buffer.planes, planes):
-                    plane[:, at : at + node.rows] = rows
-            moved += node.bytes
-            at += node.rows
+                    plane[:, at : at + self.block] = rows
+                    moved += rows.nbytes
+            at += self.block
         for layer in layers:
             layer.slabs[0].n = at
         return moved
@@ -116,7 +133,8 @@ class PrefixTree:
     def insert(self, tokens: Sequence[int], rows: CutRows, held: list[Node]) -> tuple[list[Node], int]:
         """Cache the whole blocks of `tokens`, whose `rows` are there. `held` are the caller's nodes so far.
 
-        Returns the caller's nodes now and the bytes copied. Stops, silently, where the budget ends.
+        Returns the caller's nodes now and the bytes copied. Stops, silently, where the budget ends: what follows goes
+        to the tiers below.
         """
         now = next(self._ticks)
         block = self.block
@@ -128,15 +146,28 @@ class PrefixTree:
             if child is None:
                 size = rows.size(block)
                 if not self.ledger.room(size):
+                    self._hand_down(node.key, tokens, start, rows)
                     break
                 child = node.children[key] = Node(key, node, rows.copy(start, start + block), block, size)
                 self.ledger.add(child.bytes)
                 self.bytes += child.bytes
                 moved += child.bytes
+                if self.below is not None:
+                    self.below.made(key, child.planes)
             child.used = now
             path.append(child.hold())
             node = child
         return path, moved
+
+    def _hand_down(self, key: bytes, tokens: Sequence[int], start: int, rows: CutRows) -> None:
+        """Blocks from `start` on, for which the budget has no room, as far as the tiers below want them; `key` is that
+        of the block before."""
+        if self.below is None:
+            return
+        for at in range(start, len(tokens) - self.block + 1, self.block):
+            key = chain(key, tokens[at : at + self.block])
+            if self.below.wants(key):
+                self.below.fallen(key, rows.copy(at, at + self.block))
 
     def nodes(self) -> list[Node]:
         found, stack = [], [self.root]
@@ -154,6 +185,8 @@ class PrefixTree:
         """Give an unheld block back. -> bytes"""
         assert node.parent is not None and not node.children and not node.refs
         del node.parent.children[node.key]
+        if self.below is not None:
+            self.below.fallen(node.key, node.planes)
         self.ledger.add(-node.bytes)
         self.bytes -= node.bytes
         return node.bytes
@@ -161,10 +194,10 @@ class PrefixTree:
 
 class PrefixCache:
     """All that is cached of prompts under one ledger: a tree per key, and whoever needs room may have unused blocks of
-    any of them; then what requests have `left`."""
+    any of them; then what requests have `left`. `tiers`: what lies below the budget, if anything does."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger = ledger
+    def __init__(self, ledger: Ledger, tiers: KVTiers | None = None) -> None:
+        self.ledger, self.tiers = ledger, tiers
         self.trees: dict[str, PrefixTree] = {}
         self.retained = RetainedStore()
         self._ticks = itertools.count()
@@ -205,6 +238,16 @@ class PrefixCache:
         return before - self.ledger.used
 
     def clear(self) -> None:
-        """Forget every block nobody holds, and what requests have left."""
+        """Forget every block nobody holds, and what requests have left. Tiers below the budget keep theirs."""
         self.retained.clear()
         self.shrink(self.bytes)
+
+    def close(self) -> None:
+        """The engine ends: what lies below the budget is put in order."""
+        if self.tiers is None:
+            return
+        for tree in self.trees.values():
+            if (below := tree.below) is not None:
+                for node in tree.nodes():  # where too many waited before
+                    below.made(node.key, node.planes)
+        self.tiers.close()

@@ -15,6 +15,7 @@ from phasewise.kv.format import KVShape, RowFormat, booked, entry_bytes
 from phasewise.kv.layer_kv import LayerKV
 from phasewise.kv.prefix import LayerRows, PrefixCache
 from phasewise.kv.retained import RetainedKV
+from phasewise.kv.tiers.codec import BlockCodec, BlockLayout, RawBlocks
 from phasewise.kv.wire import Wire
 from phasewise.request.counters import Counters
 
@@ -42,6 +43,7 @@ class Sharing:
     private: int = 1
     unit: int = 1
     prefixes: PrefixCache | None = None  # of all stores under one ledger; None: the store has its own
+    codec: Callable[[BlockLayout], BlockCodec | None] | None = None  # the form of blocks on disk; None: as they are
 
 
 class Store:
@@ -69,6 +71,10 @@ class Store:
         key, unit = self.sharing.prefix_key, self.sharing.unit
         self.prefixes = self.sharing.prefixes or PrefixCache(ledger)
         self.tree = self.prefixes.tree(key, unit) if key is not None else None
+        if self.tree is not None and self.prefixes.tiers is not None and self.tree.below is None:
+            layout = BlockLayout.of(self.shapes, format, self.tree.block)
+            coded = None if self.sharing.codec is None else self.sharing.codec(layout)
+            self.tree.below = self.prefixes.tiers.space(self.tree.root.key, layout, coded or RawBlocks(layout))
         # of a token, in all layers
         self.row_bytes = sum(entry_bytes(format, shape) * shape.heads for shape in self.shapes)
 
@@ -128,15 +134,32 @@ class Store:
         if kv.drawers is not None:
             kv.drawers.book(layers)
         if self.tree is not None:
-            most = min(request.cacheable, request.prompt_len - self.sharing.private)
-            kv.nodes = self.tree.match(request.tokens[: max(0, most)])
-            moved = self.tree.copy_into(kv.nodes, layers)
+            prompt = self._findable(request)
+            kv.nodes = self.tree.match(prompt)
+            blocks = [node.planes for node in kv.nodes]
+            if (below := self.tree.below) is not None:
+                keys = self.tree.keys(prompt)[0]
+                below.use(keys[: len(blocks)])
+                blocks += below.take(request.id, keys[len(blocks) :])
+            moved = self.tree.copy_into(blocks, layers)
             self.counters.kv_bytes_moved += moved
-            hit = sum(node.rows for node in kv.nodes)
+            hit = len(blocks) * self.tree.block
             self.counters.prefix_hits += hit
-            request.computed = kv.reused = hit
+            request.computed = request.cached = kv.reused = hit
             kv.changed()
         return kv
+
+    def _findable(self, request: Request) -> list[int]:
+        """The tokens of a prompt whose rows it may take from the prefix cache."""
+        most = min(request.cacheable, request.prompt_len - self.sharing.private)
+        return request.tokens[: max(0, most)]
+
+    def fetch(self, request: Request) -> None:
+        """A request has arrived: begin to load what disk has of its prompt, and the prefix cache and memory have
+        not."""
+        if self.tree is not None and self.tree.below is not None:
+            keys, cached = self.tree.keys(self._findable(request))
+            self.tree.below.fetch(request.id, keys[cached:])
 
     def leave(self, request: Request, dense: bool) -> None:
         """Keep the request's KV for others, if it is plain, and what it shares with nobody: a row for every token, in

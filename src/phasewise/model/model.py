@@ -99,6 +99,7 @@ class Model:
 
     def __init__(self, config: ModelConfig, weights: Weights, files: Source) -> None:
         self.config, self.dtype, self.device = config, weights.dtype, weights.device
+        self.int8 = weights.int8  # linear layers have rounded weights
         self.files = files  # what was trained for the model may lie with them
         table = weights.take("embed")  # [V, d]
         self.layers = tuple(Layer(i, config, weights) for i in range(config.layers))

@@ -74,6 +74,7 @@ class Request:
         self.parent: Request | None = None  # a sibling of `parent` waits for its prefill and forks its KV
         self.left: Departure | None = None
         self.scores: dict[int, Score] = {}  # by position, of the tokens whose likelihood it asks for
+        self.cached = 0  # rows of its prompt that the prefix cache had, or the tiers below it
         self.recalled = 0  # rows of its prompt that were given: another request's, or made of another model's
         self.pool: Pool | None = None  # of its prompt's rows, if it asks for a vector
         self.trace = Trace()

@@ -15,7 +15,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar, cast
@@ -77,6 +77,7 @@ class Snapshot:
     workers: dict[str, int] = field(default_factory=dict)  # alive, by role
     by_role: dict[str, dict[str, int]] = field(default_factory=dict)  # counters, where there are workers
     by_recipe: dict[str, dict[str, int]] = field(default_factory=dict)  # those that belong to single requests
+    tiers: Mapping[str, float] = field(default_factory=dict)  # of KV below the budget: see `Placed`
 
 
 News = tuple[OutputStream, list[int], dict[int, Score], Departure | None, Trace | None]
@@ -256,7 +257,7 @@ class EngineLoop:
         held = placed.kv_bytes, placed.prefix_bytes
         now = Snapshot(
             len(placed.waiting), len(placed.running), *held, placed.counters.as_dict(), placed.workers,
-            placed.by_role, placed.by_recipe,
+            placed.by_role, placed.by_recipe, placed.tiers,
         )  # fmt: skip
         self.tell(_resolve, answer, now)
 

@@ -32,10 +32,12 @@ class Host:
     load: Callable[[str], Model]  # a second model, by name or path
     companion: Callable[[str, Model], Companion]  # a second model that follows requests with KV of its own
     taps: set[int] = field(default_factory=set)  # layers whose output the bound methods want to see
+    artefacts: set[str] = field(default_factory=set)  # kinds of those that bound methods have loaded
 
     def artefact(self, wanted: Artefact, weights: str) -> dict[str, Tensor]:
         """Loads what was trained for a method and this model; `weights`: auto, a file or random:SEED. Raises
         UserError."""
+        self.artefacts.add(wanted.kind)
         return load_artefact(self.model, wanted, weights)
 
     def bind(self, method: Method) -> Any:

@@ -63,6 +63,11 @@ class Placed(Protocol):
         ...
 
     @property
+    def tiers(self) -> Mapping[str, float]:
+        """Numbers of the tiers below the KV budget (kv/tiers/tiers.py: `numbers`); empty where there are none."""
+        ...
+
+    @property
     def workers(self) -> dict[str, int]:
         """The number of workers of each role that are alive and ready; empty if all runs in one engine."""
         ...

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from phasewise.kv.format import KVShape, RowFormat
+    from phasewise.kv.tiers.codec import BlockCodec, BlockLayout
     from phasewise.kv.wire import Wire
 
 
@@ -22,4 +23,8 @@ class Storing(ABC):
     def wire(self, shapes: Sequence[KVShape], unit: int) -> Wire | None:
         """The form in which rows leave for other engines, of engines with these layers that compute prompts in blocks
         of `unit` rows; None: as they are kept."""
+        return None
+
+    def blocks(self, shapes: Sequence[KVShape], layout: BlockLayout) -> BlockCodec | None:
+        """The form in which prefix blocks of this layout are written to disk; None: as they are kept."""
         return None

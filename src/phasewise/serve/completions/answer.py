@@ -175,6 +175,7 @@ class Answer:
         ]
         self._every = self.choices
         self._goes_on = "after" in (order.params.ask or {})
+        self._tiered = llm.limits.tiered
         self._added = llm.adds[order.recipe]
         self._live = list(self.choices)  # those of which there will be more
 
@@ -185,12 +186,12 @@ class Answer:
     @property
     def details(self) -> dict[str, int]:
         """Usage of its prompts besides their tokens: tokens that came from the KV of an earlier answer, where one was
-        named, and rows that were added and stand for no token."""
-        found = {}
-        if self._goes_on:
-            found["cached_tokens"] = sum(choice.feed.request.recalled for choice in self._every[:: self._samples])
+        named, and from the prefix cache and below, where KV has tiers; rows that were added and stand for no token."""
+        found, firsts = {}, [choice.feed.request for choice in self._every[:: self._samples]]
+        if self._goes_on or self._tiered:
+            found["cached_tokens"] = sum(request.recalled + request.cached * self._tiered for request in firsts)
         if self._added:
-            found["added_rows"] = self._added * len(self._every[:: self._samples])
+            found["added_rows"] = self._added * len(firsts)
         return found
 
     def prompt_logprobs(self, choice: AnswerChoice) -> list[dict[str, Any] | None] | None:

@@ -134,6 +134,9 @@ class Metrics(Collector):
         live = now.kv_bytes - now.prefix_bytes
         yield GaugeMetricFamily("phasewise_kv_live_bytes", "KV bytes of requests", live)
         yield GaugeMetricFamily("phasewise_kv_prefix_bytes", "KV bytes of the prefix cache", now.prefix_bytes)
+        for name, number in now.tiers.items():
+            kind = GaugeMetricFamily if name.endswith("_held") else CounterMetricFamily
+            yield kind(f"phasewise_kv_{name}", f"Of KV below the budget: `{name}` (docs/kv.md)", number)
         yield GaugeMetricFamily("phasewise_kv_limit_bytes", "The KV budget, prefix cache included", self.kv_limit)
 
     def _of_requests(self) -> Iterator[Metric]:
