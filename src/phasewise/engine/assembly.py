@@ -60,7 +60,7 @@ class Assembly:
         key = self._prefix_key(methods, names[0]) if self.caching else None
         shapes, counters = kv_shapes(self.model), self.counters
         private = 1 if evict is None else max(1, evict.observes)
-        shared = Sharing(key, private, unit, self.prefixes, partial(methods["store"].blocks, shapes))
+        shared = Sharing(key, private, unit, self.prefixes, partial(methods["store"].blocks, bindings.host, shapes))
         store = Store(shapes, format, ledger=self.ledger, counters=counters, sharing=shared, wire=wire)
         slots: list[SlotRuntime | None] = []
         for own in phases:
@@ -109,7 +109,7 @@ class Assembly:
         if not methods["decode"].traits.plain_prompts:
             shaping.append(methods["decode"])
         if self.prefixes.tiers is not None and self.prefixes.tiers.folder is not None:
-            refuse_tiers(shaping, self._of(methods["sample"]).host.artefacts)
+            refuse_tiers(shaping[1:], self._of(methods["sample"]).host.artefacts)
         return f"{self._identity}{(self.model.config, self.model.dtype, shaping)!r}"
 
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from phasewise.kv.format import KVShape, RowFormat
     from phasewise.kv.tiers.codec import BlockCodec, BlockLayout
     from phasewise.kv.wire import Wire
+    from phasewise.verbs.host import Host
 
 
 class Storing(ABC):
@@ -25,6 +26,7 @@ class Storing(ABC):
         of `unit` rows; None: as they are kept."""
         return None
 
-    def blocks(self, shapes: Sequence[KVShape], layout: BlockLayout) -> BlockCodec | None:
-        """The form in which prefix blocks of this layout are written to disk; None: as they are kept."""
+    def blocks(self, host: Host, shapes: Sequence[KVShape], layout: BlockLayout) -> BlockCodec | None:
+        """The form in which prefix blocks of this layout are written to disk; None: as they are kept. Raises UserError
+        where what it needs of the model is not there."""
         return None

@@ -56,8 +56,8 @@ class BlockPacer(Protocol):
         come, this one included. None: they had better be computed."""
         ...
 
-    def took(self, n_bytes: int, seconds: float) -> None:
-        """A block has been read, checked and decoded in so long."""
+    def took(self, n_bytes: int, reading: float, decoding: float) -> None:
+        """A block has been read in so many seconds, and checked and decoded in so many more."""
         ...
 
 
@@ -87,7 +87,7 @@ class OnlyVersion:
     def choose(self, sizes: Sequence[int], left: int) -> int | None:
         return 0
 
-    def took(self, n_bytes: int, seconds: float) -> None:
+    def took(self, n_bytes: int, reading: float, decoding: float) -> None:
         pass
 
 

@@ -221,6 +221,7 @@ class BlockFolder:
                 raise Misfit("it ends too early")
             if self.medium is not None:
                 self.medium.carried(size)
+            there = time.monotonic()
             planes = codec.decode(version, header.body(name, version, body))
         except (Misfit, OSError) as error:
             log.warning("the KV block %s is not used: %s", self._file(name), error)
@@ -230,7 +231,7 @@ class BlockFolder:
         finally:
             os.close(file)
         self.counts.read_bytes += size
-        pacer.took(size, time.monotonic() - began)
+        pacer.took(size, there - began, time.monotonic() - there)
         return planes
 
     # ---- inside

@@ -14,10 +14,16 @@ from typing import Any, ClassVar, Literal
 from phasewise.catalog import name_of, part
 from phasewise.errors import UserError
 from phasewise.kv.format import KVShape, Raw, RowFormat
+from phasewise.kv.tiers.codec import BlockCodec, BlockLayout
 from phasewise.kv.wire import Numbers, Wire
-from phasewise.methods.store._cachegen import entropy
+from phasewise.methods.store._cachegen import entropy, tables
 from phasewise.methods.store._cachegen.chunked import Chunked, ChunkPlan
+from phasewise.methods.store._cachegen.rounding import LEVELS
+from phasewise.methods.store._cachegen.stored import StoredBlocks
+from phasewise.methods.store._cachegen.tables import SymbolTables
 from phasewise.methods.store.slab import SlabStore
+from phasewise.model.artefacts import Artefact
+from phasewise.model.config import ModelConfig
 from phasewise.verbs.host import Host
 from phasewise.verbs.method import Method
 from phasewise.verbs.store import Storing
@@ -40,11 +46,17 @@ class CacheGen(Method, Storing):
     `zipcache`. What packs blocks of rows packs what has come, or would have come, over the wire; `int8` rounds it once
     more. With `zipcache` the sums by which rows are put in classes travel beside them, and no prefix is shared.
 
+    Prompts that `--kv-disk` keeps are written in this form, block by block (`phasewise serve --kv-disk`): what comes
+    back is rounded, so answers may depend on whether a prompt was found. With a fixed level a block has one version.
+    `level=auto` writes all five, and a reader takes for each block the best at which the rest of the prompt would be
+    there within `deadline`, by what the blocks before it took. `weights` are tables of symbols for every channel,
+    profiled once for the model (`phasewise train artefact store.cachegen`): `auto`, a file, or `none`, where each block
+    brings its own: on the pocket model a twentieth more bytes, and longer to write.
+
     `group` above 1 codes rows as differences from the first of their group, as in the paper (not in its code); on the
-    pocket model that costs bytes and precision. Left out: contexts that are stored or lie on other machines (KV moves
-    from one engine to another and is not kept), adapting between the chunks of one move, for which one plan is made,
-    distributions profiled once per model, sending while the prompt is still computed, and recomputing chunks in the
-    middle.
+    pocket model that costs bytes and precision. Left out: contexts on other machines, adapting between the chunks of
+    a move between engines (for which one plan is made, with tables of its own), sending while the prompt is still
+    computed, recomputing chunks in the middle, and computing what a slow disk would bring too late.
     """
 
     level: Literal["auto", 0, 1, 2, 3, 4] = 2
@@ -52,6 +64,7 @@ class CacheGen(Method, Storing):
     group: int = 1
     deadline: float = 2.0
     bandwidth: float | None = None
+    weights: str = "none"
     rest: Any = part("store", "slab")
 
     paper: ClassVar[str] = "arXiv 2310.07240"
@@ -105,3 +118,18 @@ class CacheGen(Method, Storing):
             return None
         wire, format = Chunked(cut, shapes, self.bandwidth), self.format()
         return wire if isinstance(format, Raw) else Numbers(wire, format, shapes[0].dtype)
+
+    def artefact(self, config: ModelConfig) -> Artefact:
+        """The symbol tables of every level."""
+        shapes = tables.shapes(config.layers, config.kv_heads * config.head_dim, self.group)
+        return Artefact("store.cachegen", shapes, {"group": self.group}, without="say weights=none")
+
+    def blocks(self, host: Host, shapes: Sequence[KVShape], layout: BlockLayout) -> BlockCodec | None:
+        if self.level == 0:
+            return None
+        found = None
+        if self.weights != "none":
+            found = SymbolTables(host.artefact(self.artefact(host.model.config), self.weights))
+        cut = ChunkPlan(None if self.level == "auto" else self.level, layout.rows, self.group, self.deadline)
+        levels = range(len(LEVELS) + 1) if self.level == "auto" else [self.level]
+        return StoredBlocks(Chunked(cut, shapes, self.bandwidth, found), levels, shapes, self.format(), layout)

@@ -21,6 +21,7 @@ from phasewise.kv.wire import Dump, Encoded, Misfit, RowsOrigin, bits_of, from_b
 from phasewise.methods.store._cachegen import entropy
 from phasewise.methods.store._cachegen.pacing import LinkPacer
 from phasewise.methods.store._cachegen.rounding import LEVELS, Rounded, compress, expand, forms
+from phasewise.methods.store._cachegen.tables import SymbolTables
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +43,14 @@ class ChunkRows:
 
 
 class Chunked:
-    """See `Wire`. `bandwidth`: bytes a second of the link if it is known, else it is measured."""
+    """See `Wire`. `bandwidth`: bytes a second of the link if it is known, else it is measured. `tables`: those by
+    which symbols are coded; None: every chunk brings its own."""
 
-    def __init__(self, cut: ChunkPlan, shapes: Sequence[KVShape], bandwidth: float | None = None) -> None:
-        self.cut, self.shapes = cut, list(shapes)
+    def __init__(
+        self, cut: ChunkPlan, shapes: Sequence[KVShape], bandwidth: float | None = None,
+        tables: SymbolTables | None = None,
+    ) -> None:  # fmt: skip
+        self.cut, self.shapes, self.tables = cut, list(shapes), tables
         self.fixed = cut.level is not None
         self.form = f"chunked 1: {cut}"
         self.pace = LinkPacer([shapes[0].dtype.itemsize, *map(self._most, range(1, len(LEVELS) + 1))], bandwidth)
@@ -71,7 +76,7 @@ class Chunked:
         ]  # fmt: skip
         known, messages = _known(pieces), []
         for at, blocks in enumerate(chunks[: len(levels)]):
-            body, levels[at] = self._encode(blocks, levels[at])
+            body, levels[at] = self.encode_rows(blocks, levels[at])
             messages.append(sealed(body, f"chunk {at} at level {levels[at]} of {known}"))
             self.pace.encoded(levels[at], _numbers(blocks), len(body))
         return Encoded({"levels": levels, "pieces": pieces, "chunks": messages}, lossy=any(levels), rows=rows)
@@ -121,7 +126,7 @@ class Chunked:
         dumped = list(self._empty(pieces))
         for at, body in enumerate(bodies):
             blocks = list(self._blocks(dumped, at))
-            for plane, numbers in zip(_planes(blocks), self._decode(body, levels[at], blocks)):
+            for plane, numbers in zip(_planes(blocks), self.decode_rows(body, levels[at], blocks)):
                 plane.copy_(numbers)
         return dumped
 
@@ -147,16 +152,19 @@ class Chunked:
                     return None
         return found
 
-    def _encode(self, blocks: Sequence[ChunkRows], level: int) -> tuple[bytes, int]:
+    def encode_rows(self, blocks: Sequence[ChunkRows], level: int) -> tuple[bytes, int]:
         """The bytes of a chunk, and the level they are at: rows that cannot be rounded go as they are."""
         rounded = self._rounded(blocks, level) if level else None
         if rounded is None:
             return bits_of(_planes(blocks)), 0
         every = [form for plane in rounded for form in plane]
         streams = [(form.symbols.T.contiguous().cpu().numpy(), 2 * form.steps + 1) for form in every]
-        return bits_of(form.scales for form in every) + entropy.encode(streams), level
+        scales = bits_of(form.scales for form in every)
+        if self.tables is not None:
+            return scales + self.tables.encode(level, [symbols for symbols, _ in streams]), level
+        return scales + entropy.encode(streams), level
 
-    def _decode(self, body: bytes, level: int, blocks: Sequence[ChunkRows]) -> list[Tensor]:
+    def decode_rows(self, body: bytes, level: int, blocks: Sequence[ChunkRows]) -> list[Tensor]:
         """The numbers of every plane, [h, r, D]."""
         planes, group = list(_planes(blocks)), self.cut.group
         if not level:
@@ -166,7 +174,10 @@ class Chunked:
                  for plane, most in zip(planes, steps) for rows, n in forms(plane.shape[1], most, group)]  # fmt: skip
         split = sum(rows for _, rows, _ in sizes) * torch.bfloat16.itemsize
         scales = from_bits(body[:split], [(rows,) for _, rows, _ in sizes], torch.bfloat16)
-        streams = entropy.decode(body[split:], [(width, rows, 2 * n + 1) for width, rows, n in sizes])
+        if self.tables is not None:
+            streams = self.tables.decode(level, body[split:], [(width, rows) for width, rows, _ in sizes])
+        else:
+            streams = entropy.decode(body[split:], [(width, rows, 2 * n + 1) for width, rows, n in sizes])
         every = [Rounded(s, torch.from_numpy(x).T, n) for s, x, (_, _, n) in zip(scales, streams, sizes)]
         each = len(every) // len(planes)
         return [_tall(expand(every[i * each : (i + 1) * each], group), plane) for i, plane in enumerate(planes)]

@@ -50,6 +50,60 @@ def choose(
     return plan
 
 
+class VersionSpeeds:
+    """What loads of stored blocks have learnt: bytes a second of where they lie, seconds to decode each version.
+
+    `known`: bytes a second, if that is known.
+    """
+
+    def __init__(self, known: float | None = None) -> None:
+        self.known = known
+        self._byte = Average()  # seconds to read one: their mean follows a disk that becomes slow at once
+        self._decoding: dict[int, Average] = {}
+
+    @property
+    def bandwidth(self) -> float | None:
+        if self.known is not None or self._byte.value is None:
+            return self.known
+        return 1.0 / self._byte.value
+
+    def took(self, version: int, n_bytes: int, reading: float, decoding: float) -> None:
+        """A block was read and decoded in so many seconds."""
+        if reading > 0 and n_bytes > 0:
+            self._byte.add(reading / n_bytes)
+        self._decoding.setdefault(version, Average()).add(decoding)
+
+    def seconds(self, version: int, n_bytes: int, bandwidth: float) -> float:
+        """Expected for one block; a version that nobody has decoded yet is taken to cost nothing but its way."""
+        known = self._decoding.get(version)
+        return n_bytes / bandwidth + (0.0 if known is None or known.value is None else known.value)
+
+
+class LoadPacer:
+    """The version of each block of one chain, chosen anew for every block from what the ones before it took: the best
+    at which all that are left would be there `deadline` seconds after the first was asked for; else the smallest.
+
+    A `BlockPacer`. Before anything has been measured it takes the middle one.
+    """
+
+    def __init__(self, speeds: VersionSpeeds, deadline: float) -> None:
+        self._speeds, self._left, self._version = speeds, deadline, 0
+
+    def choose(self, sizes: Sequence[int], left: int) -> int | None:
+        bandwidth = self._speeds.bandwidth
+        if bandwidth is None:
+            self._version = len(sizes) // 2
+        else:
+            fits = (at for at, size in enumerate(sizes)
+                    if left * self._speeds.seconds(at, size, bandwidth) <= self._left)  # fmt: skip
+            self._version = next(fits, len(sizes) - 1)
+        return self._version
+
+    def took(self, n_bytes: int, reading: float, decoding: float) -> None:
+        self._speeds.took(self._version, n_bytes, reading, decoding)
+        self._left -= reading + decoding
+
+
 class LinkPacer:
     """What a sender has learnt: bytes a second of its link, bytes a number at each level, seconds a row to compute.
 
