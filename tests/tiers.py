@@ -121,7 +121,7 @@ THOROUGH: dict[str, tuple[str, ...]] = {
         "report/test_page.py::test_every_bar_stands_with_its_request_and_with_its_worker",
         "reproduce/test_augment.py", "reproduce/test_cli.py",
         "reproduce/test_controls.py::test_random_running_holds_as_much_but_others", "reproduce/test_later.py",
-        "reproduce/test_models.py", "reproduce/test_page.py", "reproduce/test_systems.py",
+        "reproduce/test_models.py", "reproduce/test_page.py", "reproduce/test_stored.py", "reproduce/test_systems.py",
         "sample/test_grammar.py::test_smollm2_writes_what_is_asked",
     ),
     "wheels, files of others, fetched or spoilt; kernels under emulation": (

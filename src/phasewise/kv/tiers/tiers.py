@@ -15,6 +15,7 @@ seconds goes on with what is there.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import logging
@@ -126,6 +127,7 @@ class KVTiers:
             for work in (self._read_all, self._write_all):
                 self._threads.append(threading.Thread(target=work, name="kv tiers", daemon=True))
                 self._threads[-1].start()
+            atexit.register(self.close)  # of an engine that nobody closes
 
     def space(self, key: bytes, layout: BlockLayout, codec: BlockCodec) -> TierSpace:
         """The blocks of a prefix tree, `key` being its root's. They share a name with no other key, layout or form."""
@@ -268,6 +270,7 @@ class KVTiers:
         for thread in self._threads:
             thread.join(FLUSH)
         self.folder.close()
+        atexit.unregister(self.close)
 
     def _kept_as_offer(self, name: BlockName) -> tuple[TierSpace, BlockName, BlockPlanes]:
         space, planes = self._kept[name]
