@@ -12,9 +12,18 @@ from torch import Tensor
 
 from phasewise.errors import UserError
 from phasewise.load import load_model, model_path
-from phasewise.methods.attend.double_sparsity import DoubleSparsity, _DoubleSparsity, coded, decoded
+from phasewise.methods.attend.double_sparsity import (
+    DoubleSparsity,
+    Fetching,
+    Offloaded,
+    _DoubleSparsity,
+    coded,
+    decoded,
+)
+from phasewise.model.model import Model
 from phasewise.model.tokenizer import Tokenizer
 from phasewise.request.counters import Counters
+from phasewise.step.forward import forward
 from phasewise.step.read import Read
 from phasewise.train.artefacts import ArtefactJob, names, trainer
 from phasewise.train.artefacts.attend_double_sparsity import ROW, heaviness, measure, stretches
@@ -102,6 +111,102 @@ def test_bytes_read_are_the_closed_form(bits: int, label: int) -> None:
     kept = one.kv.layers[2].derived["double_sparsity", 0]
     assert kept.known.nbytes == labelled * HEADS * label  # type: ignore[attr-defined]
     assert one.kv.layers[2].beside.bytes <= one.kv.layers[2].beside.booked
+
+
+def offloaded(**knobs: Any) -> Offloaded:
+    made = runtime(offload=True, **knobs)
+    assert isinstance(made, Offloaded)
+    return made
+
+
+@pytest.mark.parametrize("sizes", [[1], [1, 4]], ids=str)
+def test_rows_are_chosen_a_layer_ahead_by_what_enters_the_layer_before(
+    sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row by itself: the projection of the hidden state that enters layer 1 ranks the labels of layer 2. It is
+    worked out from the taps of the same pass."""
+    made, model, k = offloaded(channels=4.0, k=20, dense_layers=1), tiny.model(), 20
+    asked: list[tuple[int, Tensor]] = []
+    masked, listed = Fetching.masked, Fetching.listed
+
+    def watched(reads: Sequence[Read], slots: Sequence[Tensor], rests: Any = ()) -> list[Tensor]:
+        for read, mine in zip(reads, slots):
+            some = torch.zeros(read.part.size[0], 1, read.part.size[1], dtype=torch.bool)
+            asked.append((read.layer, some.scatter_(2, mine.long(), True)))
+        return listed(reads, slots, rests)
+
+    def watched_mask(read: Read, select: Tensor) -> Tensor:
+        asked.append((read.layer, select.clone()))
+        return masked(read, select)
+
+    monkeypatch.setattr(Fetching, "listed", staticmethod(watched))
+    monkeypatch.setattr(Fetching, "masked", staticmethod(watched_mask))
+    one, checked = started(made), 0
+    for piece in cuts(TOKENS[PROMPT:100], sizes):
+        asked.clear()
+        span, at = one.begin(piece), one.request.computed
+        with torch.inference_mode():
+            taps = forward(model, [span], one.counters, {0}).taps  # what leaves layer 0 enters layer 1
+            layer = model.layers[2]
+            assert layer.before_attention is not None
+            flat = layer.qkv(layer.before_attention(taps[0])).view(len(piece), -1, DIM)[:, : 2 * HEADS]
+            q = model.rotate(2, flat, torch.arange(at, at + len(piece))[:, None])
+            (part,) = one.kv.layers[2].read()
+            assert [where for where, _ in asked] == [1, 2], "the host holds rows of no other layer"
+            select = asked[1][1]
+            for row in range(len(piece)):
+                n = at + row  # rows before its own
+                for head in range(HEADS):
+                    labels = part.k[head, :n][:, made.channels[2][head]]
+                    some = q[row].view(HEADS, 2, DIM)[head][:, made.channels[2][head]]
+                    votes = (some @ labels.T * DIM**-0.5).softmax(-1).sum(0)
+                    want = {*votes.topk(k - 1).indices.tolist(), n}
+                    assert set(select[head, row].nonzero().flatten().tolist()) == want
+                    checked += 1
+        one.commit(piece, len(piece))
+    assert checked == 60
+    plain, again = started(runtime(channels=4.0, k=20, dense_layers=1)), started(made)
+    assert not torch.equal(plain.feed(TOKENS[PROMPT:71]), again.feed(TOKENS[PROMPT:71])), "it makes a difference"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_native_steps_show_what_enters_a_layer(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between a layer's queries and its attention, on the open path and in halves of layers alike."""
+    model, entered = Model.load(tiny.checkpoint(hidden=128), dtype=dtype), dict[int, Tensor]()
+    method = DoubleSparsity(k=20, dense_layers=1, weights="random:0", offload=True)
+    made = method.bind(Host(model, None, Counters(), None, None))  # type: ignore[arg-type]
+    monkeypatch.setattr(made, "_predict", lambda read: entered.update({read.layer: read.step.x[read.at].clone()}))
+    one = Walk(model, TOKENS[:PROMPT], attend=made)
+    one.feed(TOKENS[:PROMPT])
+    span = one.begin([TOKENS[PROMPT]])
+    with torch.inference_mode():
+        taps = forward(model, [span], one.counters, {0, 1, 2}).taps
+    assert all(torch.equal(entered[layer + 1], taps[layer]) for layer in range(3))
+
+
+def test_with_the_layers_own_queries_offloading_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Offloaded, "_predict", lambda self, read: None)
+    knobs: dict[str, Any] = {"channels": 4.0, "k": 20, "dense_layers": 1}
+    one, other = started(offloaded(**knobs)), started(runtime(**knobs))
+    for token in TOKENS[PROMPT:90]:
+        torch.testing.assert_close(one.feed([token]), other.feed([token]), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("k", [20, 1000])
+def test_link_bytes_are_the_rows_fetched_and_the_one_sent_back(k: int) -> None:
+    """Of the layers between the dense ones and the last. Rows of this step are on the device already."""
+    one = started(offloaded(channels=3.0, k=k, dense_layers=1))
+    row, hosted = 2 * HEADS * DIM * 4, LAYERS - 2
+    for piece in ([TOKENS[PROMPT]], [TOKENS[PROMPT + 1]]):
+        before, n = one.counters.link_bytes, one.request.computed
+        one.feed(piece)
+        assert one.counters.link_bytes - before == hosted * row * (min(k - 1, n) + 1)
+    before = one.counters.link_bytes
+    one.try_(TOKENS[PROMPT + 2 : PROMPT + 5])  # drafts that are rejected: what they read is fetched, nothing is sent
+    fetched = one.counters.link_bytes - before
+    assert hosted * row * min(k - 3, one.request.computed) <= fetched <= hosted * row * min(3 * k, one.request.computed)
+    one.commit(TOKENS[PROMPT + 2 : PROMPT + 5], 0)
+    assert one.counters.link_bytes - before == fetched
 
 
 def test_labels_are_the_channels_of_the_keys() -> None:
@@ -198,6 +303,7 @@ def test_the_pocket_model_has_its_channels_and_training_makes_them(tmp_path: Pat
     ({"channels": 0.0}, r"channels=0\.0 must be above 0: a share up to 1, or a number"),
     ({"channels": 4.5}, r"channels=4\.5: above 1 it is a number of channels, .*: say 4 or 5, or a share up to 1"),
     ({"bits": 8}, "bits=8: choose 4, or 16"),
+    ({"offload": True, "dense_layers": 0}, "dense_layers=0 with offload: choose at least 1"),
     ({"k": 0}, "k=0 must be at least 1"), ({"dense_layers": -1}, "dense_layers=-1 must be at least 0"),
 ])  # fmt: skip
 def test_bad_knobs_are_named_with_the_bound(knobs: dict[str, Any], said: str) -> None:

@@ -41,6 +41,7 @@ METHODS: list[dict[str, str]] = [
     {"evict": "longgen:sinks=3,window=20,weights=none"},
     {"attend": "quest:page=4,budget=12,dense_layers=1"},
     {"attend": "double_sparsity:channels=4,k=12,dense_layers=1,weights=random:0"},
+    {"attend": "double_sparsity:channels=4,k=12,dense_layers=1,offload=true,weights=random:0"},
     {"attend": "token_select:k=6,first=2,local=4"},
     {"attend": "token_select:k=6,first=2,local=4,theta=0.1"},
     {"attend": "token_select:k=6,first=2,local=4,chunk=8"},

@@ -28,6 +28,7 @@ KEYFORMER = {"evict": "keyformer:keep=14,lot=4"}
 LONGGEN = {"evict": "longgen:sinks=3,window=17,weights=random:0"}
 POWER = {"attend": "power:block=3,window=2,sinks=1,weights=random:0"}
 TIDAL = {"attend": "tidal:k=8,dense=0,second=2,every=5"}
+FETCHED = {"attend": "double_sparsity:channels=4,k=12,dense_layers=1,offload=true,weights=random:0"}
 AGAIN = {"attend": "token_select:k=6,first=2,local=4,theta=0.1"}
 CHUNKS = {"attend": "token_select:k=6,first=2,local=4,chunk=8"}
 LISTED = {"attend": "token_select:k=6,first=2,local=4,chunk=8,positions=list"}
@@ -52,6 +53,8 @@ METHODS = {
     "unified": UNIFIED,
     "tidal": TIDAL,
     "tidal uncorrected": {"attend": "tidal:k=8,dense=0,second=2,every=0"},
+    "double sparsity fetched": FETCHED,
+    "double sparsity fetched snapkv unified": FETCHED | SNAPKV | UNIFIED,
     "token_select again": AGAIN,
     "token_select again h2o ada int8": AGAIN | H2O_ADA | INT8,
     "token_select chunks": CHUNKS,

@@ -61,19 +61,8 @@ class Layer:
 
     def mix(self, x: Tensor, ctx: LayerContext, deltas: Deltas | None = None, *, bare: bool = False) -> Tensor:
         """The attention half, x [T, d] -> [T, d]; `bare`: what it adds to x alone."""
-        h = x if self.before_attention is None else self.before_attention(x)
-        rows, turned = x.shape[0], self.heads + self.kv_heads
-        qkv = self.qkv(h)
-        if deltas is not None:
-            deltas.add(self.index, "qkv", h, qkv)
-        qkv = qkv.view(rows, turned + self.kv_heads, self.head_dim)
-        qk, v = qkv.split_with_sizes((turned, self.kv_heads), 1)  # [T, Hq + Hkv, D], [T, Hkv, D]
-        if self.qk_norm is not None:
-            qk = self.qk_norm(qk)
-        if self.rope is not None:
-            qk = ctx.rotary(self.rope, qk)
-        q, k = qk.split_with_sizes((self.heads, self.kv_heads), 1)
-        out = ctx.attend(self.index, q, k, v).reshape(rows, self.heads * self.head_dim)  # [T, Hq * D]
+        q, k, v = self.project(x, ctx.rotary, deltas)
+        out = ctx.attend(self.index, q, k, v).reshape(x.shape[0], self.heads * self.head_dim)  # [T, Hq * D]
         mixed = self.o(out, x if self.after_attention is None and not bare else None)
         if deltas is not None:
             deltas.add(self.index, "o", out, mixed)
@@ -81,6 +70,22 @@ class Layer:
             return mixed
         mixed = self.after_attention(mixed)
         return mixed if bare else mixed.add_(x)
+
+    def project(self, x: Tensor, rotary: Rotary, deltas: Deltas | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [T, Hq, D], keys and values [T, Hkv, D] of rows x [T, d]; queries and keys are rotated."""
+        h = x if self.before_attention is None else self.before_attention(x)
+        turned = self.heads + self.kv_heads
+        qkv = self.qkv(h)
+        if deltas is not None:
+            deltas.add(self.index, "qkv", h, qkv)
+        qkv = qkv.view(x.shape[0], turned + self.kv_heads, self.head_dim)
+        qk, v = qkv.split_with_sizes((turned, self.kv_heads), 1)  # [T, Hq + Hkv, D], [T, Hkv, D]
+        if self.qk_norm is not None:
+            qk = self.qk_norm(qk)
+        if self.rope is not None:
+            qk = rotary(self.rope, qk)
+        q, k = qk.split_with_sizes((self.heads, self.kv_heads), 1)
+        return q, k, v
 
     def feed(self, x: Tensor, ctx: LayerContext, deltas: Deltas | None = None) -> Tensor:
         """The MLP half, x [T, d] -> [T, d]."""

@@ -34,7 +34,7 @@ class Counters:
     handoffs: int = 0
     kv_bytes_sent: int = 0  # KV put down for other workers ...
     kv_bytes_exposed: int = 0  # ... of these, once its prompt was done: what the second token waits for
-    link_bytes: int = 0  # that would cross to and from a drive that attends, where a method models one
+    link_bytes: int = 0  # that would cross a link to where KV is held (a drive, a host), where a method models one
     push_fallbacks: int = 0  # requests whose KV was to travel while their prompt was computed, and did not
     restarts: int = 0  # requests started again from their tokens, for a lost worker or a lost hand-off
     workers_lost: int = 0

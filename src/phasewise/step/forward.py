@@ -134,6 +134,7 @@ class OpenStep:
         for i in range(self.model.config.layers):
             if plain:
                 self.counters.row_layers += self.batch.rows
+                self.inside.x = x
                 x = self.model.layer(i, x, self, self.deltas)
             else:
                 x = self._layer_for_some(i, x)
@@ -150,6 +151,7 @@ class OpenStep:
         self.counters.row_layers += total
         if total == count and not late:
             self._use(self._all, self._rotary)
+            self.inside.x = x
             return self.model.layer(i, x, self, self.deltas)
         if total == 0:
             return x
@@ -160,7 +162,8 @@ class OpenStep:
             rotary = self.model.rotary(positions, self.batch.end)
             x = torch.cat((x, *(each.x for each in late.values())))
         self._use(entries, rotary.take(rows))
-        x = x.index_copy(0, rows, self.model.layer(i, x[rows], self, self.deltas))
+        self.inside.x = x[rows]
+        x = x.index_copy(0, rows, self.model.layer(i, self.inside.x, self, self.deltas))
         at = count
         for span, each in late.items():
             assert span.phase.ran is not None

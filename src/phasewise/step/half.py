@@ -42,6 +42,7 @@ def run_halves(
     for at, layer in enumerate(layers):
         if by_layer:
             halves.upto(2 * at + 1)
+            inside.x = halves.x
             for i in _look(batch, groups, layer, inside, halves):
                 halves.done(i)
         after = layers[at + 1] if at + 1 < len(layers) else model.config.layers

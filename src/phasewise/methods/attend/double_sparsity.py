@@ -14,14 +14,18 @@ import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
-from phasewise.kv.format import KVShape
+from phasewise.kv.format import KVShape, entry_bytes
 from phasewise.methods._amounts import check_amount
 from phasewise.methods.attend._select import RowScorer, grouped, tally
 from phasewise.model.artefacts import Artefact
 from phasewise.model.config import ModelConfig
+from phasewise.model.model import Model
+from phasewise.ops.native.choice import UnlistedRest
 from phasewise.ops.packing import dequantise, pack, packed, quantise, unpack
-from phasewise.step.plan import EVERYTHING, AttentionPlan, KernelScores, TopK, share
+from phasewise.step.plan import EVERYTHING, AttentionPlan, Custom, KernelScores, TopK, share
 from phasewise.step.read import Read
+from phasewise.step.reads import attend_listed, queries_of
+from phasewise.step.reference import IN_TEXT, top_k
 from phasewise.step.span import Span
 from phasewise.verbs.attend import Attend
 from phasewise.verbs.host import Host
@@ -42,7 +46,13 @@ class DoubleSparsity(Method):
     How heavy a channel is has been measured once, over some text (train/artefacts/attend_double_sparsity.py): the mean
     of |q k| after rotation, summed over the query heads of a KV head. `weights`: `auto` (measured for this model;
     beside it, or shipped), a file, or `random:SEED`, channels at random. Left out: channels and lists for each query
-    head of its own, and rows that lie elsewhere and are fetched a layer ahead.
+    head of its own.
+
+    With `offload`, rows of all layers but the dense ones and the last are held by the host, and only their copied
+    channels by the device. A layer's rows are chosen and fetched while the one before it runs, by queries that are
+    predicted: the layer's own projection of what enters the layer before. Two layers' rows are on the device at a time.
+    Where that layer does not run for a row, the layer's own queries choose. Here both are one memory, so nothing is
+    copied: the counter `link_bytes` says what answers would fetch and send back.
     """
 
     channels: float = 0.25
@@ -50,6 +60,7 @@ class DoubleSparsity(Method):
     dense_layers: int = 2
     weights: str = "auto"
     bits: Literal[4, 16] = 16
+    offload: bool = False
 
     paper: ClassVar[str] = "arXiv 2408.07092"
     guarantee: ClassVar[str] = "lossy"
@@ -69,6 +80,11 @@ class DoubleSparsity(Method):
         for name, least in (("k", 1), ("dense_layers", 0)):
             if getattr(self, name) < least:
                 raise UserError(f"double_sparsity: {name}={getattr(self, name)} must be at least {least}")
+        if self.offload and not self.dense_layers:
+            raise UserError(
+                "double_sparsity: dense_layers=0 with offload: choose at least 1, as no layer comes before the first "
+                "to fetch its rows"
+            )
 
     def artefact(self, config: ModelConfig) -> Artefact:
         """How heavy every channel is; the same for any number of them."""
@@ -82,7 +98,8 @@ class DoubleSparsity(Method):
             raise UserError(f"double_sparsity: channels={self.channels:.0f}, but a key has {there}: {fix}")
         tensors = host.artefact(self.artefact(host.model.config), self.weights)
         layers = range(host.model.config.layers)
-        return _DoubleSparsity(self, [tensors[f"{i}.weight"].float().to(host.model.device) for i in layers])
+        heavy = [tensors[f"{i}.weight"].float().to(host.model.device) for i in layers]
+        return Offloaded(self, heavy, host.model) if self.offload else _DoubleSparsity(self, heavy)
 
 
 class _DoubleSparsity(RowScorer, Attend):
@@ -126,13 +143,85 @@ class _DoubleSparsity(RowScorer, Attend):
 
     def votes(self, read: Read, stands: Tensor, among: Tensor | None) -> Tensor:
         channels = self._channels(read)[:, None, None]  # [h, 1, 1, r]
-        q = grouped(read.q, len(channels)) * read.scale
+        q = grouped(self.asking(read), len(channels)) * read.scale
         q = q.gather(3, channels.expand(*q.shape[:3], -1))  # [h, G, R, r]
         return tally(q @ stands.float().mT[:, None], among)
+
+    def asking(self, read: Read) -> Tensor:
+        """The queries by which rows are chosen, [R, hq, D]."""
+        return read.q
 
     def _channels(self, read: Read) -> Tensor:
         every, heads = self.channels[read.layer], read.part.heads
         return every if heads is None else every[heads]
+
+
+class Offloaded(_DoubleSparsity):
+    """Rows are chosen a layer ahead, by predicted queries; what is fetched for them, and sent back, is counted."""
+
+    def __init__(self, knobs: DoubleSparsity, heavy: Sequence[Tensor], model: Model) -> None:
+        super().__init__(knobs, heavy)
+        self.kernel = None  # kernels choose by a layer's own queries
+        self.model, self.hosted = model, range(knobs.dense_layers, model.config.layers - 1)
+        self._plan = AttentionPlan(Custom(self.attend))
+
+    def plan(self, span: Span) -> AttentionPlan:
+        return self._plan  # short texts are fetched whole
+
+    def attend(self, reads: Sequence[Read]) -> list[Tensor | None]:
+        layer = reads[0].layer
+        for read in reads:
+            self._predict(read)
+        out = top_k(self.keys, reads, Fetching() if layer in self.hosted else IN_TEXT)
+        for read, answer in zip(reads, out):
+            if answer is None and layer in self.hosted:
+                _fetched(read, read.part.n * read.part.size[0])
+        return out
+
+    def _predict(self, read: Read) -> None:
+        """Notes the queries of a span's rows in the layer that runs next, [R, Hq, D]."""
+        span, walk = read.span, read.span.walk
+        layer = read.layer + 1 if walk is None else next((i for i in walk if i > read.layer), -1)
+        key = self.name, id(span), layer
+        if layer not in self.hosted or key in read.step.notes or read.rows is not None:
+            return
+        assert read.step.x is not None
+        rotary = self.model.rotary(read.q_positions)
+        read.step.notes[key] = self.model.layers[layer].project(read.step.x[read.at], rotary)[0]
+
+    def asking(self, read: Read) -> Tensor:
+        predicted: Tensor | None = read.step.notes.get((self.name, id(read.span), read.layer))
+        if predicted is None or read.rows is not None:
+            return read.q
+        return queries_of(read.part, predicted, self.model.config.kv_heads)
+
+    def stayed(self, span: Span, keep: int | Sequence[int]) -> None:
+        """Rows that stay are sent to the host."""
+        rows = keep if isinstance(keep, int) else len(keep)
+        layers = [span.kv.layers[layer] for layer in self.hosted]
+        each = sum(entry_bytes(layer.format, layer.shape) * layer.shape.heads for layer in layers)
+        span.kv.counters.link_bytes += rows * each
+
+
+class Fetching:
+    """Attention over rows in the text, of which those of earlier steps are fetched: once for all rows of a read."""
+
+    @staticmethod
+    def listed(reads: Sequence[Read], slots: Sequence[Tensor], rests: Sequence[UnlistedRest] = ()) -> list[Tensor]:
+        for read, mine in zip(reads, slots):
+            _fetched(read, int(((mine >= 0) & (mine < read.part.n)).sum()))
+        return attend_listed(reads, slots, rests)
+
+    @staticmethod
+    def masked(read: Read, select: Tensor) -> Tensor:
+        some = select[..., : read.part.n].any(1)  # [1 | h, n]
+        _fetched(read, int(some.sum()) * (read.part.size[0] // len(some)))
+        return read.attend(select)
+
+
+def _fetched(read: Read, entries: int) -> None:
+    layer = read.span.kv.layers[read.layer]
+    read.step.count("link_bytes", entries * entry_bytes(layer.format, layer.shape))
 
 
 def coded(labels: Tensor, bits: int) -> Tensor:

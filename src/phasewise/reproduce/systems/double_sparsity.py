@@ -31,6 +31,18 @@ def in_four_bits(tokens: int) -> Setting:
     return chosen(tokens, bits=4)
 
 
+def fetched(tokens: int) -> Setting:
+    return Setting({"attend": chosen(tokens).verbs["attend"] + ",offload=true"})
+
+
+def crossing(case: Case) -> int:
+    """Bytes over the link: a token fetches the rows that it chooses, all that there are if these are fewer, and sends
+    its own; of the layers between the dense ones and the last."""
+    prompt, hosted = loads.prompt_rows(case), case.config.layers - DENSE - 1
+    rows = sum(min(K - 1, n) + 1 for n in range(prompt, prompt + NEW - 1))
+    return rows * hosted * case.row_bytes // case.config.layers
+
+
 def closed(case: Case, bits: int = 16) -> int:
     """`k` rows, the labels of all before, and the keys of which labels are made, each once. A label of four bits a
     number has two ends of 16 bits besides."""
@@ -59,16 +71,20 @@ SYSTEM = System(
     line="a sixteenth of rows and channels: equal answers, 1.9 times as fast",
     promises=("answers", "cost", "time"),
     load=loads.lone(768, NEW),
-    missing=("rows that lie on the host and are fetched a layer ahead",),
+    missing=("time with rows on the host, which takes a device with memory of its own",),
     counters=(
         Counter("KV bytes read while decoding", "k rows + r channels of every row before + keys that get labels, once",
                 lambda case: read(case, case.method), closed),
         Counter("KV bytes read while decoding, labels in four bits", "as above; a label: r / 2 bytes, and 4 of ends",
                 lambda case: read(case, case.method), lambda case: closed(case, 4), load=loads.lone(768, NEW),
                 who=in_four_bits(TEXT)),
+        Counter("bytes between host and device while decoding, rows fetched a layer ahead",
+                "k - 1 rows fetched and one sent, in all layers but the dense ones and the last",
+                lambda case: case.work.link_bytes, crossing, load=loads.lone(768, NEW), who=fetched(TEXT)),
     ),
     arithmetic=(KnobRatio("KV bytes read while decoding", read),),
-    quality=long_texts(chosen, any_channels, beside={"labels in four bits": in_four_bits}),
+    quality=long_texts(chosen, any_channels,
+                       beside={"labels in four bits": in_four_bits, "fetched a layer ahead": fetched}),
     timings=(Timing("time per token at 8,192 tokens (8 layers x 512, random weights)", 1.0, model="random-dense",
                     tokens=8192,
                     settings={"method": any_channels(8192)}),),
