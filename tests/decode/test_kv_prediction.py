@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -71,10 +72,15 @@ def merged(aux: Model, tensors: Mapping[str, Tensor], to: Path) -> Model:
 
 
 @torch.inference_mode()
-def by_hand(folder: Path, prompt: Sequence[int], n: int = N, seed: int = 0) -> list[int]:
-    """Row by row and layer by layer: the auxiliary over all but the last token, maps, and the model over these."""
-    base, small = tiny.model(), tiny.load("tiny-draft")
-    tensors = artefacts.random(declared(small), str(seed))
+def by_hand(
+    folder: Path, prompt: Sequence[int], n: int = N, seed: int = 0, own: tuple[str, Model] | None = None
+) -> list[int]:
+    """Row by row and layer by layer: the auxiliary over all but the last token, maps, and the model over these. `own`:
+    the name of an auxiliary that is made of the model's layers, and a checkpoint of these."""
+    base = tiny.model()
+    name, small = own or ("tiny-draft", tiny.load("tiny-draft"))
+    made = KVPrediction(name).artefact(base.config) if own else declared(small)
+    tensors = artefacts.random(made, str(seed))
     aux = merged(small, tensors, folder / "merged")
     read, slow = ByHand(aux), ByHand(base)
     for at, token in enumerate(prompt[:-1]):
@@ -102,6 +108,55 @@ def test_tokens_are_those_of_rows_mapped_by_hand(tmp_path: Path, length: int) ->
     mine = serve(built(), TEXT[:length]).out
     assert mine == by_hand(tmp_path, TEXT[:length])
     assert mine != oracle.greedy(tiny.checkpoint(), TEXT[:length], N)[0], "random maps give another answer"
+
+
+def written(keep: Sequence[int], to: Path) -> Model:
+    """A checkpoint of these layers of the tiny model."""
+    shutil.copytree(tiny.model().files.path, to)
+    old, new = load_file(to / "model.safetensors"), dict[str, Tensor]()
+    for name, tensor in old.items():
+        root, _, rest = name.removeprefix("model.layers.").partition(".")
+        if not name.startswith("model.layers."):
+            new[name] = tensor
+        elif int(root) in keep:
+            new[f"model.layers.{keep.index(int(root))}.{rest}"] = tensor
+    save_file(new, to / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((to / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps({**config, "num_hidden_layers": len(keep)}))
+    return Model.load(to)
+
+
+@pytest.mark.parametrize(("name", "keep"), [("own:0.5", [0, 2]), ("own:0.75", [0, 2, 3]), ("own:0.1", [0])])
+def test_an_auxiliary_of_the_models_own_layers_is_the_checkpoint_without_the_others(
+    tmp_path: Path, name: str, keep: list[int]
+) -> None:
+    assert KVPrediction(name).kept(4) == keep
+    small = written(keep, tmp_path / "few")
+    verbs = {"decode": KNOBS.replace("tiny-draft", name)}
+    mine, runtime = serve(built(verbs), TEXT[:17]).out, built(verbs).parts.phases[0].decode
+    if len(keep) in (1, 2):  # the twin maps four layers from one or two
+        assert mine == by_hand(tmp_path, TEXT[:17], own=(name, small))
+    aux: Any = runtime.reader.companion.model  # type: ignore[attr-defined]
+    tensors = artefacts.random(KVPrediction(name).artefact(tiny.model().config), "0")
+    again = merged(small, tensors, tmp_path / "again")
+    torch.testing.assert_close(uncached.logits(aux, TEXT), uncached.logits(again, TEXT), **CLOSE)
+
+
+def test_with_all_of_them_and_maps_that_change_nothing_rows_are_the_models_own(tmp_path: Path) -> None:
+    wanted = KVPrediction("own:1").artefact(tiny.model().config)
+    tensors = {name: torch.zeros(shape) for name, shape in wanted.shapes.items()}
+    for side in "kv":
+        tensors[f"{side}.weight"] += torch.eye(tensors[f"{side}.weight"].shape[-1])
+    path = tmp_path / "own.safetensors"
+    artefacts.save(path, wanted, tensors, fingerprint(tiny.model()), "by hand")
+    engine = built({"decode": f"kv_prediction:model=own:1,weights={path},least=2,piece=16"})
+    assert serve(engine, TEXT).out == oracle.greedy(tiny.checkpoint(), TEXT, N)[0]
+
+
+@pytest.mark.parametrize("name", ["own:0", "own:1.5", "own:half"])
+def test_what_is_no_share_of_the_layers_is_refused_by_name(name: str) -> None:
+    with pytest.raises(UserError, match=f"kv_prediction: model={name}: name a share of the model's own layers above 0"):
+        KVPrediction(name)
 
 
 def test_layers_are_taken_as_the_paper_takes_them() -> None:

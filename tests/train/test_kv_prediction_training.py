@@ -15,7 +15,7 @@ from torch import Tensor
 
 from phasewise.cli.app import main
 from phasewise.engine.engine import Engine
-from phasewise.methods.decode.kv_prediction import KVPrediction, Maps, tuned
+from phasewise.methods.decode.kv_prediction import Auxiliary, KVPrediction, Maps, tuned
 from phasewise.model import artefacts
 from phasewise.model.artefacts import Artefact, fingerprint
 from phasewise.model.model import Model
@@ -88,7 +88,7 @@ def test_training_predicts_the_rows_that_the_engine_reads() -> None:
 
     model = Model.load(folder(BASE), dtype=torch.float32)
     tensors = artefacts.random(declared(), "3")
-    aux = tuned(Model.load(folder(SMALL), dtype=torch.float32), tensors)
+    aux = tuned(Auxiliary.of(Model.load(folder(SMALL), dtype=torch.float32)), tensors)
     rows = [(k[0].transpose(0, 1), v[0].transpose(0, 1)) for k, v in dense_rows(aux, ids)]
     for layer, (k, v) in enumerate(Maps(model, aux, tensors)(rows, 0)):
         torch.testing.assert_close(mine.layers[layer][0][0].transpose(0, 1), k, **CLOSE)
@@ -231,22 +231,25 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(tmp_path: Path) -> None:
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.parametrize("own", [False, True])
 def test_the_command_trains_what_the_engine_then_finds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], own: bool
 ) -> None:
+    """For another model, and for half of the model's own layers."""
     monkeypatch.setattr(ArtefactJob, "mixture", lambda self: Mixture(tiny.tokenizer(), tiny.texts(), self.seed))
     monkeypatch.setattr(decode_kv_prediction, "STAGES", STAGES)
     monkeypatch.setattr(decode_kv_prediction, "FIRST", 1)
-    kind = f"decode.kv_prediction:model={folder(SMALL)}"
+    name = "own:0.5" if own else str(folder(SMALL))
+    kind = f"decode.kv_prediction:model={name}"
     words = ["train", "artefact", kind, "--model", str(folder(BASE)), "--out", str(tmp_path), "--tokens", "1400"]
     with pytest.raises(SystemExit) as left:
         main(words)
-    path = tmp_path / "decode.kv_prediction-modelmodel.safetensors"
+    path = tmp_path / f"decode.kv_prediction-model{'own:0.5' if own else 'model'}.safetensors"
     assert not left.value.code and str(path) in capsys.readouterr().out and path.is_file()
     assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["step"] == 2
 
     prompt, model = engines.prompts(70, vocab=2048), Model.load(folder(BASE))
-    placed = engines.engine({"decode": f"kv_prediction:model={folder(SMALL)},weights={path}"}, of=model)
+    placed = engines.engine({"decode": f"kv_prediction:model={name},weights={path}"}, of=model)
     assert isinstance(placed, Engine)
     (request,) = engines.run(placed, prompt, engines.greedy(8))
     assert len(request.out) == 8 and request.recalled == 69

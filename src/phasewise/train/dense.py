@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -309,3 +309,11 @@ def load(path: str | Path) -> DenseDecoder:
     model, tensors = DenseDecoder(shape), files.tensors()
     model.load_state_dict({name: tensors.read(f"model.{name}", torch.float32).float() for name in model.state_dict()})
     return model
+
+
+def of_layers(model: DenseDecoder, keep: Sequence[int]) -> DenseDecoder:
+    """A decoder of some of the layers, which shares the weights."""
+    made = DenseDecoder(replace(model.shape, num_hidden_layers=len(keep)))
+    made.embed_tokens, made.norm = model.embed_tokens, model.norm
+    made.layers = nn.ModuleList(model.layers[i] for i in keep)
+    return made

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +26,9 @@ from phasewise.model.config import ModelConfig
 from phasewise.model.layout import layout
 from phasewise.model.lowrank import shapes
 from phasewise.model.model import Model
+from phasewise.model.pruned import Pruned, pruned
 from phasewise.model.tuned import Added
-from phasewise.model.weights import Weights
+from phasewise.model.weights import Tensors, Weights
 from phasewise.request.request import Request
 from phasewise.verbs.host import ENDLESS, Host
 from phasewise.verbs.method import Method
@@ -36,17 +37,19 @@ from phasewise.verbs.traits import Traits
 NAME = "kv_prediction"
 RANK = 16  # of what is added to the auxiliary's own weights
 AUX = "aux."
+OWN = "own:"
 
 
 @dataclass(frozen=True)
 class KVPrediction(Method):
-    """`model`: the auxiliary, a second model of the same vocabulary, whose low-rank tuning is part of the weights.
-    Prompts of fewer than `least` tokens are computed as ever. `piece`: tokens that it reads at once.
+    """`model`: the auxiliary, a second model of the same vocabulary, whose low-rank tuning is part of the weights; or
+    `own:SHARE`, the model's own layers, of which it has a share, the first one and others at equal distances, as copies
+    in memory. Prompts of fewer than `least` tokens are computed as ever. `piece`: tokens that it reads at once.
 
     `weights`: `auto` (trained for this pair; beside the model, or shipped), a file, or `random:SEED` (to test with).
     It reads a prompt when the request is let in, of which a scheduler's budget knows nothing. Prompts share no prefix:
     predicted rows save nothing that the auxiliary would not have to read again. `then` decodes what follows the prompt.
-    Left out: the model's own layers as an auxiliary, prompts of several requests in one pass.
+    Left out: prompts of several requests in one pass.
     """
 
     model: str = "pocket-draft"
@@ -67,10 +70,34 @@ class KVPrediction(Method):
         for knob, low in (("least", 2), ("piece", 1)):
             if getattr(self, knob) < low:
                 raise UserError(f"kv_prediction: {knob}={getattr(self, knob)} must be at least {low} tokens")
+        if self.model.startswith(OWN):
+            self.share  # noqa: B018 (raises for what is no share)
+
+    @property
+    def share(self) -> float | None:
+        """The share of the model's own layers that make the auxiliary; None: another model does."""
+        if not self.model.startswith(OWN):
+            return None
+        try:
+            share = float(self.model.removeprefix(OWN))
+        except ValueError:
+            share = 0.0
+        if not 0 < share <= 1:
+            raise UserError(f"kv_prediction: model={self.model}: name a share of the model's own layers above 0 and "
+                            f"at most 1, as in {OWN}0.5")  # fmt: skip
+        return share
+
+    def kept(self, layers: int) -> list[int]:
+        """Which of the model's own layers make the auxiliary."""
+        assert self.share is not None
+        few = max(1, round(self.share * layers))
+        of = layer_map(layers, few)
+        return [of.index(j) for j in range(few)]
 
     def artefact(self, config: ModelConfig, aux: ModelConfig | None = None, partner: str = "") -> Artefact:
         """A map of keys and one of values for each layer, and what is added to the auxiliary's weights."""
-        aux = aux or config_of(self.model)
+        if aux is None:
+            aux = config_of(self.model) if self.share is None else pruned(config, self.kept(config.layers))
         width, inner = config.kv_heads * config.head_dim, aux.kv_heads * aux.head_dim
         maps = {f"{side}.weight": (config.layers, width, inner) for side in "kv"}
         biases = {f"{side}.bias": (config.layers, width) for side in "kv"}
@@ -83,17 +110,37 @@ class KVPrediction(Method):
         return replace(then, injects_kv=True, sparse_prompts=True, shares_prefix=False, plain_prompts=False)
 
     def bind(self, host: Host) -> Predicting:
-        aux = second(host, NAME, "auxiliary", self.model)
+        aux = self._auxiliary(host)
         if aux.config.qk_norm is not None:
             raise UserError(f"kv_prediction: auxiliary {self.model!r} normalises its keys, and they are wanted as they "
                             "were before: choose another one")  # fmt: skip
-        for each in (aux, host.model):
+        for each in (aux.model, host.model):
             lengths = sorted({rope.scheme for rope in each.config.ropes if not rope.fixed})
             if lengths:
                 raise UserError(f"kv_prediction: the rope scaling {', '.join(lengths)!r} of {each.files.path} depends "
                                 "on the length of the text, so keys cannot be turned: choose another one")  # fmt: skip
-        wanted = self.artefact(host.model.config, aux.config, fingerprint(aux))
+        wanted = self.artefact(host.model.config, aux.config, "" if self.share else fingerprint(aux.model))
         return Predicting(self, host, aux, host.artefact(wanted, self.weights))
+
+    def _auxiliary(self, host: Host) -> Auxiliary:
+        model = host.model
+        if self.share is None:
+            return Auxiliary.of(second(host, NAME, "auxiliary", self.model))
+        keep = self.kept(model.config.layers)
+        return Auxiliary(model, pruned(model.config, keep), Pruned(model.files.tensors(), model.config, keep))
+
+
+class Auxiliary(NamedTuple):
+    """What an auxiliary is made of: a `model` or some layers of it, with that architecture and these tensors."""
+
+    model: Model
+    config: ModelConfig
+    tensors: Tensors
+
+    @classmethod
+    def of(cls, model: Model) -> Auxiliary:
+        """All of a model."""
+        return cls(model, model.config, model.files.tensors())
 
 
 def layer_map(layers: int, aux: int) -> list[int]:
@@ -105,12 +152,12 @@ def layer_map(layers: int, aux: int) -> list[int]:
     return [j for j in range(aux) for _ in range(each + (j < more))]
 
 
-def tuned(aux: Model, tensors: Mapping[str, Tensor]) -> Model:
+def tuned(aux: Auxiliary, tensors: Mapping[str, Tensor]) -> Model:
     """The auxiliary with what was learned added to its weights: a plain model."""
     keys = {name.removeprefix(AUX).rpartition(".")[0] for name in tensors if name.startswith(AUX)}
     delta = {key: (tensors[f"{AUX}{key}.a"], tensors[f"{AUX}{key}.b"]) for key in keys}
-    added = Added(aux.files.tensors(), aux.config, delta)
-    return Model(aux.config, Weights(added, layout(aux.config), aux.dtype, aux.device), aux.files)
+    added, model = Added(aux.tensors, aux.config, delta), aux.model
+    return Model(aux.config, Weights(added, layout(aux.config), model.dtype, model.device), model.files)
 
 
 class Maps:
@@ -158,11 +205,11 @@ def _flat(x: Tensor) -> Tensor:
 class Predicting(Handing):
     """Whatever it knows of a request, the reader holds, and gives back before the request's first row."""
 
-    def __init__(self, knobs: KVPrediction, host: Host, aux: Model, tensors: Mapping[str, Tensor]) -> None:
-        aux = tuned(aux, tensors)
+    def __init__(self, knobs: KVPrediction, host: Host, aux: Auxiliary, tensors: Mapping[str, Tensor]) -> None:
+        small = tuned(aux, tensors)
         super().__init__(host, knobs.then)
         self.knobs = knobs
-        self.maps, self.reader = Maps(host.model, aux, tensors), PromptReader(host, NAME, aux, knobs.piece)
+        self.maps, self.reader = Maps(host.model, small, tensors), PromptReader(host, NAME, small, knobs.piece)
         self.reader.companion.done = lambda request: True  # before a step is made room for
 
     def given(self, request: Request, left: Callable[[str], RetainedKV | None]) -> InjectedKV | None:

@@ -23,6 +23,7 @@ PROMPT, NEW = 1024, 8
 AUX = KVPrediction().model
 METHOD, ALONE = Setting({"decode": "kv_prediction"}), Setting(model=AUX)
 DRAWN = Setting({"decode": "kv_prediction:weights=random:0"})
+OWN = Setting({"decode": "kv_prediction:model=own:0.5,weights=random:0"})
 CODE = Quality(("code",), allowed=0.05, examples=24, window=512, given=384)
 
 
@@ -84,7 +85,7 @@ SYSTEM = System(
     line="the KV predicted from a small model's: better answers than its own for the same work, a faster first token",
     promises=("answers", "cost", "time"),
     load=loads.lone(PROMPT, NEW),
-    missing=("auxiliaries made of the model's own layers",),
+    missing=("answers with auxiliaries made of the model's own layers, of which none is trained here",),
     counters=(
         Counter("rows of the prompt that the model computes", "1",
                 lambda case: case.work.prompt_rows, lambda case: 1),
@@ -92,6 +93,11 @@ SYSTEM = System(
                 lambda case: case.work.recalled, lambda case: loads.prompt_rows(case) - 1),
         Counter("passes of the auxiliary", "one for each 512 of these",
                 lambda case: case.work.draft_forwards, lambda case: -(-(loads.prompt_rows(case) - 1) // 512)),
+        Counter("attentions of the auxiliary that wait for one another, half of the model's own layers",
+                "half as many as the model has, for each 512 rows that are predicted",
+                lambda case: case.work.draft_depth,
+                lambda case: case.config.layers // 2 * -(-(loads.prompt_rows(case) - 1) // 512),
+                load=loads.lone(PROMPT, NEW), who=OWN),
     ),
     arithmetic=(KnobRatio("products in linear layers before the first token", work),),
     quality=(
@@ -101,5 +107,5 @@ SYSTEM = System(
     timings=(Timing("seconds to the first token of 1,792 tokens (random weights)", 1.5, seconds=loads.per_token,
                     load=loads.lone(1792, 1), settings={"method": DRAWN}),),
     note="The auxiliary of the pocket model is pocket-draft, of which low-rank weights are trained with the maps: "
-    "`phasewise train artefact decode.kv_prediction`.",
+    "`phasewise train artefact decode.kv_prediction`; of its own layers: `decode.kv_prediction:model=own:0.5`.",
 )  # fmt: skip

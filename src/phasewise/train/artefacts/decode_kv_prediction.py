@@ -20,7 +20,7 @@ from phasewise.load import load_model
 from phasewise.methods.decode.kv_prediction import AUX, KVPrediction, layer_map
 from phasewise.model.artefacts import Artefact, fingerprint
 from phasewise.train.artefacts import ArtefactJob, frozen
-from phasewise.train.dense import DenseDecoder, TokenBlock, rotate
+from phasewise.train.dense import DenseDecoder, TokenBlock, of_layers, rotate
 from phasewise.train.device import halved, moved
 from phasewise.train.lowrank import LowRank
 from phasewise.train.mixture import Stage, unpadded
@@ -62,9 +62,13 @@ class Predictor(nn.Module):
 def train(method: KVPrediction, job: ArtefactJob) -> Path:
     """Train for one pair of models; `job.out` gets checkpoint.pt, losses.csv and the artefact."""
     base, twin = job.base()
-    small = load_model(method.model, dtype=torch.float32)
-    aux = frozen(method.model)
-    made = method.artefact(base.config, small.config, fingerprint(small))
+    if method.share is None:
+        small = load_model(method.model, dtype=torch.float32)
+        aux = frozen(method.model)
+        made = method.artefact(base.config, small.config, fingerprint(small))
+    else:
+        aux = of_layers(twin, method.kept(base.config.layers))
+        made = method.artefact(base.config)
     torch.manual_seed(job.seed)
     tokens, mixture = job.tokens or TOKENS, job.mixture()
     run = start(Predictor(made))
