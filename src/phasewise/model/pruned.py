@@ -50,7 +50,7 @@ class Pruned:
 def _names(config: ModelConfig, keep: Sequence[int]) -> Mapping[str, str]:
     """{a tensor's name in the shallower model: its name in the checkpoint}."""
     whole, few = layout(config), layout(pruned(config, keep))
-    found = {}
+    found: dict[str, str] = {}
     for key, parts in few.items():
         layer, _, rest = key.partition(".")
         old = f"{keep[int(layer)]}.{rest}" if rest else key

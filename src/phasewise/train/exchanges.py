@@ -26,6 +26,7 @@ class PromptReplyBatch(NamedTuple):
     prompts: TokenBlock
     real: Tensor  # bool [rows, prompt]: no padding
     replies: TokenBlock  # ids are the reply but for its last token, targets the tokens after them
+    points: Sequence[tuple[int, int]] = ()  # (row, n): its first n prompt tokens are to be a prompt as well
 
     @property
     def tokens(self) -> int:
@@ -36,10 +37,13 @@ Pair = tuple[list[int], list[int]]  # token ids of a prompt and of its reply
 
 
 class Exchanges:
-    """Batches of prompts and replies, of library source and of tasks: a function of the mixture's seed and the step."""
+    """Batches of prompts and replies, of library source and of tasks: a function of the mixture's seed and the step.
 
-    def __init__(self, mixture: Mixture) -> None:
-        self.mixture = mixture
+    Prompts of source have up to `points` more points each, behind which `ahead` of their tokens follow.
+    """
+
+    def __init__(self, mixture: Mixture, points: int = 0, ahead: int = 0) -> None:
+        self.mixture, self.points, self.ahead = mixture, points, ahead
 
     def step(self, step: int, stage: Stage) -> tuple[list[PromptReplyBatch], list[PromptReplyBatch]]:
         """The step's exchanges of library source, and of tasks."""
@@ -48,7 +52,18 @@ class Exchanges:
         source, long, short = (
             self._fill(rng, stage, kind, share) for kind, share in zip(("source", "long", "short"), shares)
         )
-        return self._blocks(source), self._blocks(long + short)
+        drawn = Random(f"{self.mixture.seed} points {step}")
+        return [self._pointed(part, drawn) for part in self._blocks(source)], self._blocks(long + short)
+
+    def _pointed(self, part: PromptReplyBatch, rng: Random) -> PromptReplyBatch:
+        """With its points, drawn without replacement."""
+        if not self.points:
+            return part
+        found: list[tuple[int, int]] = []
+        for row, length in enumerate(part.real.sum(1).tolist()):
+            room = range(1, length - self.ahead + 1)
+            found += [(row, n) for n in sorted(rng.sample(room, min(self.points, len(room))))]
+        return part._replace(points=found)
 
     def _fill(self, rng: Random, stage: Stage, kind: str, share: float) -> list[Pair]:
         pairs: list[Pair] = []

@@ -1,8 +1,9 @@
 """Training for decode.augment (arXiv 2412.17747): the loss of what follows a prompt, given latents made of its KV.
 
 The base stays frozen; the coprocessor's low-rank weights, the rows that it begins with and the scale of what it makes
-are learned, through the base. Every row of the data has one point at which latents are put: its prompt's end, as it
-will be when it serves.
+are learned, through the base. Latents are put at the end of every prompt, as they will be when it serves, and in
+library source at `POINTS` more points of each row, as in the paper: there the loss is that of the next `AHEAD` tokens.
+The base computes a row once for all its points, and nothing at one point sees what is at another.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ STAGES = (
     Stage(1.0, 1024, 6144, code=0.5, long=0.2, copies=0.3),
 )
 DECAY = ((0.4, 1.0), (1.0, 0.01))
+POINTS, AHEAD = 8, 16  # of a row of source, besides its prompt's end; tokens behind each that are learned
 Batch = tuple[list[PromptReplyBatch], list[PromptReplyBatch]]
 
 
@@ -53,7 +55,7 @@ def train(method: Augment, job: ArtefactJob) -> Path:
     def loss(stage: Stage, batch: Batch) -> StepLoss:
         return ahead_loss(twin, run.model, batch)
 
-    fit(run, loss, Exchanges(job.mixture()), TrainingRecipe(tokens, STAGES, decay=DECAY), job.out, save)
+    fit(run, loss, Exchanges(job.mixture(), POINTS, AHEAD), TrainingRecipe(tokens, STAGES, decay=DECAY), job.out, save)
     return job.save(base, made, run.model.tensors(), tokens)
 
 
@@ -70,12 +72,29 @@ def start(made: LowRank, twin: DenseDecoder) -> TrainingRun[LowRank]:
 def ahead_loss(twin: DenseDecoder, made: LowRank, batch: Batch) -> StepLoss:
     """Cross-entropy of replies, their first tokens among them, over prompts and the latents made of these."""
     source, tasks = batch
-    both = [*source, *tasks]
+    whole = [*tasks, *source]
     with halved(twin.embed_tokens.weight.device):
-        past = past_of(twin, both)
+        past = past_of(twin, whole)
+        more = [spread(part, its) for part, its in zip(whole, past, strict=True) if part.points]
+        both, past = [*whole, *(part for part, _ in more)], [*past, *(its for _, its in more)]
         each = losses_after(twin, both, past, latents(twin, made, both, past))
-    code, task = torch.cat(each[: len(source)]), torch.cat(each[len(source) :])
-    return weighed(code, task, sum(part.tokens for part in both))
+    task, code = torch.cat(each[: len(tasks)]), torch.cat(each[len(tasks) :])
+    tokens = sum(part.tokens for part in whole) + sum(part.replies.ids.numel() for part, _ in more)
+    return weighed(code, task, tokens)
+
+
+def spread(part: PromptReplyBatch, past: Past) -> tuple[PromptReplyBatch, Past]:
+    """The points of a batch as prompts that end there, each with the next `AHEAD` tokens as its reply; and their KV,
+    which is the beginning of that of their row."""
+    device = part.real.device
+    rows, ends = (torch.tensor(each, device=device) for each in zip(*part.points, strict=True))
+    longest, ids = int(ends.max()), part.prompts.ids
+    ahead = ids[rows[:, None], ends[:, None] + torch.arange(AHEAD, device=device)]
+    real = torch.arange(longest, device=device) < ends[:, None]
+    positions = ends[:, None] + torch.arange(AHEAD - 1, device=device)
+    prompts = TokenBlock.of(ids[rows, :longest], torch.full_like(ids[rows, :longest], NO_LOSS))
+    layers = {layer: (k[rows, :longest], v[rows, :longest]) for layer, (k, v) in past.layers.items()}
+    return PromptReplyBatch(prompts, real, TokenBlock(ahead[:, :-1], ahead[:, 1:], positions)), Past(real, layers)
 
 
 def past_of(twin: DenseDecoder, exchanges: Sequence[PromptReplyBatch]) -> list[Past]:
