@@ -12,9 +12,9 @@ from torch import Tensor
 
 from phasewise.errors import UserError
 from phasewise.load import load_model, model_path
+from phasewise.methods.attend import double_sparsity as module
 from phasewise.methods.attend.double_sparsity import (
     DoubleSparsity,
-    Fetching,
     Offloaded,
     _DoubleSparsity,
     coded,
@@ -23,7 +23,9 @@ from phasewise.methods.attend.double_sparsity import (
 from phasewise.model.model import Model
 from phasewise.model.tokenizer import Tokenizer
 from phasewise.request.counters import Counters
+from phasewise.step import reference
 from phasewise.step.forward import forward
+from phasewise.step.plan import TopK
 from phasewise.step.read import Read
 from phasewise.train.artefacts import ArtefactJob, names, trainer
 from phasewise.train.artefacts.attend_double_sparsity import ROW, heaviness, measure, stretches
@@ -127,20 +129,18 @@ def test_rows_are_chosen_a_layer_ahead_by_what_enters_the_layer_before(
     worked out from the taps of the same pass."""
     made, model, k = offloaded(channels=4.0, k=20, dense_layers=1), tiny.model(), 20
     asked: list[tuple[int, Tensor]] = []
-    masked, listed = Fetching.masked, Fetching.listed
+    names = reference.named
 
-    def watched(reads: Sequence[Read], slots: Sequence[Tensor], rests: Any = ()) -> list[Tensor]:
-        for read, mine in zip(reads, slots):
-            some = torch.zeros(read.part.size[0], 1, read.part.size[1], dtype=torch.bool)
-            asked.append((read.layer, some.scatter_(2, mine.long(), True)))
-        return listed(reads, slots, rests)
+    def watched(keys: TopK, reads: Sequence[Read]) -> list[Tensor | None]:
+        out = names(keys, reads)
+        for read, mine in zip(reads, out):
+            if read.layer in made.hosted:
+                assert mine is not None
+                some = torch.zeros(read.part.size[0], 1, read.part.size[1], dtype=torch.bool)
+                asked.append((read.layer, mine if mine.dtype == torch.bool else some.scatter_(2, mine.long(), True)))
+        return out
 
-    def watched_mask(read: Read, select: Tensor) -> Tensor:
-        asked.append((read.layer, select.clone()))
-        return masked(read, select)
-
-    monkeypatch.setattr(Fetching, "listed", staticmethod(watched))
-    monkeypatch.setattr(Fetching, "masked", staticmethod(watched_mask))
+    monkeypatch.setattr(module, "named", watched)
     one, checked = started(made), 0
     for piece in cuts(TOKENS[PROMPT:100], sizes):
         asked.clear()

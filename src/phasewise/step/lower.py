@@ -42,9 +42,9 @@ from phasewise.step.plan import (
     EVERYTHING,
     FULL,
     AttentionPlan,
-    Custom,
     KernelScores,
     LayerPicks,
+    NamedSlots,
     ReadBlocks,
     TopK,
     Window,
@@ -396,7 +396,7 @@ def _chosen(span: Span, flat: ContiguousView, whole: StackSpan, stack: Stack, hi
         choice = _by_position(plan.keys, span, flat)
     elif isinstance(plan.keys, LayerPicks):
         choice = _picks(plan.keys, span, flat)
-    elif isinstance(plan.keys, Custom):
+    elif isinstance(plan.keys, NamedSlots):
         choice = _given(plan.keys, span, flat, stack)
     return Lowered(whole, choice) if isinstance(choice, str) else Lowered(whole._replace(choice=choice))
 
@@ -524,7 +524,7 @@ def _picks(keys: LayerPicks, span: Span, flat: ContiguousView) -> Chosen | str:
     return Chosen(among, n, Ways(structs, lists=lists), read)
 
 
-def _given(keys: Custom, span: Span, flat: ContiguousView, stack: Stack) -> Chosen | str:
+def _given(keys: NamedSlots, span: Span, flat: ContiguousView, stack: Stack) -> Chosen | str:
     """The choice that was made before this step; or why there is none."""
     given = None if keys.given is None or span.walk is not None else keys.given(span)
     if given is None:

@@ -30,12 +30,38 @@ class Custom:
     """A function is asked between a layer's queries and its attention.
 
     `attend(reads)` returns one output [R, hq, D] per read, or None for attention over everything visible. A row's
-    output depends on that row and its committed prefix alone; queries are overwritten after the call. `given(span)`
-    says what a single row over a plain cache reads in all layers, where that is known beforehand: then nobody is asked.
+    output depends on that row and its committed prefix alone; queries are overwritten after the call.
     """
 
     attend: Callable[[Sequence[Read]], Sequence[Tensor | None]]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class NamedSlots:
+    """A row reads the slots that a function names between a layer's queries and its attention.
+
+    `of(reads)` returns for each read int32 [h, 1, S], the slots of a single row that sees all before it; bool [1 | h,
+    R, N], what any rows read of what they see; or None for all of that. What is named for a row depends on that row and
+    its committed prefix alone; queries are overwritten later. `given(span)` says what a single row over a plain cache
+    reads in all layers, where that is known beforehand: then nobody is asked.
+    """
+
+    of: Callable[[Sequence[Read]], Sequence[Tensor | None]]
     given: Callable[[Span], ChosenSlots | None] | None = None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class AmongTokens:
+    """The rows of a whole prompt read some of its tokens, which a function names layer by layer, the same for all
+    heads.
+
+    `of(read)` returns their slots, increasing int64 [p], or None: rows read all that they see. With `all_rows` every
+    row reads those of them that it sees; else the other tokens' rows read nothing. A row that reads nothing passes the
+    attention by.
+    """
+
+    of: Callable[[Read], Tensor | None]
+    all_rows: bool = False
 
 
 class ChosenSlots(NamedTuple):
@@ -188,7 +214,7 @@ class KernelScores:
     turned: Callable[[int, int], Tensor | None] | None = None
 
 
-Keys = Full | TopK | ReadBlocks | LayerPicks | Custom
+Keys = Full | TopK | ReadBlocks | LayerPicks | NamedSlots | AmongTokens | Custom
 FULL = Full()
 
 

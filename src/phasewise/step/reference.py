@@ -12,13 +12,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from phasewise.ops import attention as ops
 from phasewise.ops.native.choice import UnlistedRest
 from phasewise.ops.native.spans import Common
 from phasewise.step.lower import choose
 from phasewise.step.plan import (
+    AmongTokens,
     AttentionPlan,
     Custom,
     LayerPicks,
+    NamedSlots,
     ReadBlocks,
     Rivals,
     Scores,
@@ -47,12 +50,16 @@ def attend(plan: AttentionPlan, reads: Sequence[Read]) -> Sequence[Tensor | None
     keys = plan.keys
     if isinstance(keys, Custom):
         return keys.attend(reads)
+    if isinstance(keys, NamedSlots):
+        return attend_named(reads, keys.of(reads))
+    if isinstance(keys, AmongTokens):
+        return [_among(keys, read) for read in reads]
     if isinstance(keys, TopK):
         return top_k(keys, reads)
     if isinstance(keys, ReadBlocks):
-        return _listed(reads, [_blocks(keys, read) for read in reads])
+        return attend_named(reads, [_blocks(keys, read) for read in reads])
     if isinstance(keys, LayerPicks):
-        return _listed(reads, [_picked(keys, read) for read in reads])
+        return attend_named(reads, [_picked(keys, read) for read in reads])
     if plan.bias is not None:
         return _biased(plan.bias, reads)
     if plan.shared is not None:
@@ -66,7 +73,7 @@ def single(read: Read) -> bool:
     return first and part.plain and part.n == read.span.positions[0] and len(read.q) == 1 and read.mask() is None
 
 
-def _listed(reads: Sequence[Read], chosen: Sequence[Tensor | None]) -> list[Tensor | None]:
+def attend_named(reads: Sequence[Read], chosen: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Reads over what was chosen for them: slots int32 [h, 1, S], or bool [1 | h, R, N] of what they see; None: all."""
     out: list[Tensor | None] = [None] * len(reads)
     lists: dict[int, Tensor] = {}
@@ -79,6 +86,34 @@ def _listed(reads: Sequence[Read], chosen: Sequence[Tensor | None]) -> list[Tens
         for i, result in zip(lists, attend_listed([reads[i] for i in lists], [*lists.values()])):
             out[i] = result
     return out
+
+
+# ---- some tokens of a prompt
+def _among(keys: AmongTokens, read: Read) -> Tensor | None:
+    """Attention of a prompt's rows to the tokens that are named; None: to all that they see."""
+    stay = keys.of(read)
+    if stay is None:
+        return None
+    spec, (heads, n) = read.step.model.config.attention[read.layer], read.part.size
+    k, v = read.part.take(stay.expand(heads, -1))
+    read.count_entries(k.shape[0] * k.shape[1])
+    out = torch.zeros_like(read.q)
+    if keys.all_rows:
+        sees = causal_mask(torch.arange(n, device=stay.device), stay, spec.window)
+        rows = sees.any(1).nonzero().flatten()
+        out[rows] = ops.attention(read.q[rows], k, v, sees[rows][None], spec.scale, spec.softcap)
+    elif spec.window is None and spec.softcap is None:
+        out[stay] = ops.causal(read.q[stay], k, v, spec.scale)
+    else:
+        mask = causal_mask(stay, stay, spec.window)[None]
+        out[stay] = ops.attention(read.q[stay], k, v, mask, spec.scale, spec.softcap)
+    return out
+
+
+def causal_mask(rows: Tensor, tokens: Tensor, window: int | None) -> Tensor:
+    """Bool [r, n]: which tokens rows at these positions see, causally and within a layer's window."""
+    distance = rows[:, None] - tokens
+    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
 
 
 # ---- top-k KV selection
@@ -132,6 +167,25 @@ def top_k(keys: TopK, reads: Sequence[Read], reader: SelectedReader = IN_TEXT) -
         some = [reads[i] for i in lists]
         for i, result in zip(lists, reader.listed(some, [slots for slots, _ in lists.values()], rests)):
             out[i] = result
+    return out
+
+
+def named(keys: TopK, reads: Sequence[Read]) -> list[Tensor | None]:
+    """What rows read by top-k selection, as `NamedSlots` has it."""
+    out: list[Tensor | None] = [None] * len(reads)
+    singles: dict[int, tuple[Read, Any]] = {}
+    for i, read in enumerate(reads):
+        if not chooses(keys, read):
+            continue
+        index = keys.scorer.index(read)
+        _told(keys, read)
+        if single(read):
+            singles[i] = read, index
+        else:
+            rows = rivals(keys, read)
+            out[i] = selected(keys, rows, keys.scorer.scores(read, index, rows))
+    for i, (slots, _) in slots_of(keys, singles).items():
+        out[i] = slots
     return out
 
 
@@ -287,7 +341,7 @@ def _order(scores: Tensor, rivals: Tensor) -> Tensor:
 
 # ---- blocks by position
 def _blocks(keys: ReadBlocks, read: Read) -> Tensor:
-    """The slots that the rows of a read attend to, as `_listed` takes them; the same in all layers, if slots are
+    """The slots that the rows of a read attend to, as `attend_named` takes them; the same in all layers, if slots are
     positions."""
     alone, part, notes = single(read), read.part, read.step.notes
     if not (part.plain and read.rows is None and read.view is None):
@@ -333,8 +387,8 @@ class _Picks:
 
 
 def _picked(keys: LayerPicks, read: Read) -> Tensor | None:
-    """The slots that the rows of a read attend to, as `_listed` takes them; where its layer picks, that is noted for
-    those behind it."""
+    """The slots that the rows of a read attend to, as `attend_named` takes them; where its layer picks, that is noted
+    for those behind it."""
     if read.layer < min(keys.picking):
         return None
     if read.layer in keys.picking:

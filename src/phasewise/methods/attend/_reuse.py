@@ -75,19 +75,31 @@ class Reuse:
         self.first, self.local, self.most = keys.first, keys.local, int(keys.most)
 
     def __call__(self, reads: Sequence[Read]) -> list[Tensor | None]:
+        """Attention over what rows read, where the reader moves keys."""
+        chosen = self.slots(reads)
+        out: list[Tensor | None] = [None] * len(reads)
+        lists = {i: mine for i, mine in enumerate(chosen) if mine is not None and mine.dtype != torch.bool}
+        if lists:
+            for i, result in zip(lists, self.reader.listed([reads[i] for i in lists], [*lists.values()])):
+                out[i] = result
+        for i, mine in enumerate(chosen):
+            if mine is not None and i not in lists:
+                out[i] = self.reader.masked(reads[i], mine)
+        return out
+
+    def slots(self, reads: Sequence[Read]) -> list[Tensor | None]:
+        """What rows read, as `NamedSlots` has it."""
         out: list[Tensor | None] = [None] * len(reads)
         spans: dict[int, list[int]] = {}
         for i, read in enumerate(reads):
             spans.setdefault(id(read.span), []).append(i)
         found = [self._layer([reads[i] for i in at], at) for at in spans.values()]
         layers = [layer for layer in found if layer is not None]
-        lists = self._singles([layer for layer in layers if not layer.sorted])
-        if lists:
-            for i, result in zip(lists, self.reader.listed([reads[i] for i in lists], [*lists.values()])):
-                out[i] = result
+        for i, slots in self._singles([layer for layer in layers if not layer.sorted]).items():
+            out[i] = slots
         for layer in layers:
             for n, i in enumerate(layer.at if layer.sorted else ()):
-                out[i] = self.reader.masked(reads[i], self._select(layer, n))
+                out[i] = self._select(layer, n)
             if layer.made:
                 reads[layer.at[0]].step.count("choices", len(layer.made))
             self._note(layer)

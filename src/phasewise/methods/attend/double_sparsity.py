@@ -20,12 +20,11 @@ from phasewise.methods.attend._select import RowScorer, grouped, tally
 from phasewise.model.artefacts import Artefact
 from phasewise.model.config import ModelConfig
 from phasewise.model.model import Model
-from phasewise.ops.native.choice import UnlistedRest
 from phasewise.ops.packing import dequantise, pack, packed, quantise, unpack
-from phasewise.step.plan import EVERYTHING, AttentionPlan, Custom, KernelScores, TopK, share
+from phasewise.step.plan import EVERYTHING, AttentionPlan, KernelScores, NamedSlots, TopK, share
 from phasewise.step.read import Read
-from phasewise.step.reads import attend_listed, queries_of
-from phasewise.step.reference import IN_TEXT, top_k
+from phasewise.step.reads import queries_of
+from phasewise.step.reference import named
 from phasewise.step.span import Span
 from phasewise.verbs.attend import Attend
 from phasewise.verbs.host import Host
@@ -163,19 +162,21 @@ class Offloaded(_DoubleSparsity):
         super().__init__(knobs, heavy)
         self.kernel = None  # kernels choose by a layer's own queries
         self.model, self.hosted = model, range(knobs.dense_layers, model.config.layers - 1)
-        self._plan = AttentionPlan(Custom(self.attend))
+        self._plan = AttentionPlan(NamedSlots(self.slots))
 
     def plan(self, span: Span) -> AttentionPlan:
         return self._plan  # short texts are fetched whole
 
-    def attend(self, reads: Sequence[Read]) -> list[Tensor | None]:
-        layer = reads[0].layer
+    def slots(self, reads: Sequence[Read]) -> list[Tensor | None]:
+        """What rows read; what of it is fetched is counted."""
         for read in reads:
             self._predict(read)
-        out = top_k(self.keys, reads, Fetching() if layer in self.hosted else IN_TEXT)
-        for read, answer in zip(reads, out):
-            if answer is None and layer in self.hosted:
-                _fetched(read, read.part.n * read.part.size[0])
+        out = named(self.keys, reads)
+        for read, chosen in zip(reads, out):
+            if read.layer in self.hosted:
+                layer = read.span.kv.layers[read.layer]
+                each = entry_bytes(layer.format, layer.shape)
+                read.step.count("link_bytes", fetched(chosen, read.part.size[0], read.part.n) * each)
         return out
 
     def _predict(self, read: Read) -> None:
@@ -203,25 +204,15 @@ class Offloaded(_DoubleSparsity):
         span.kv.counters.link_bytes += rows * each
 
 
-class Fetching:
-    """Attention over rows in the text, of which those of earlier steps are fetched: once for all rows of a read."""
-
-    @staticmethod
-    def listed(reads: Sequence[Read], slots: Sequence[Tensor], rests: Sequence[UnlistedRest] = ()) -> list[Tensor]:
-        for read, mine in zip(reads, slots):
-            _fetched(read, int(((mine >= 0) & (mine < read.part.n)).sum()))
-        return attend_listed(reads, slots, rests)
-
-    @staticmethod
-    def masked(read: Read, select: Tensor) -> Tensor:
-        some = select[..., : read.part.n].any(1)  # [1 | h, n]
-        _fetched(read, int(some.sum()) * (read.part.size[0] // len(some)))
-        return read.attend(select)
-
-
-def _fetched(read: Read, entries: int) -> None:
-    layer = read.span.kv.layers[read.layer]
-    read.step.count("link_bytes", entries * entry_bytes(layer.format, layer.shape))
+def fetched(chosen: Tensor | None, heads: int, n: int) -> int:
+    """The (row, KV head) pairs of the first `n` rows, those of earlier steps, that are `chosen`, as `NamedSlots` has
+    it: each once, however many rows of this step read it."""
+    if chosen is None:
+        return heads * n
+    if chosen.dtype == torch.bool:
+        some = chosen[..., :n].any(1)  # [1 | h, n]
+        return int(some.sum()) * (heads // len(some))
+    return int(((chosen >= 0) & (chosen < n)).sum())
 
 
 def coded(labels: Tensor, bits: int) -> Tensor:

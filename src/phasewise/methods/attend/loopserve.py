@@ -26,10 +26,9 @@ from phasewise.ops import attention as ops
 from phasewise.ops.native.abi import LayerChoiceStruct
 from phasewise.ops.native.choice import CHOSEN, SHARE, Ballot, Candidates, choose, takes
 from phasewise.request.request import Request
-from phasewise.step.plan import EVERYTHING, AttentionPlan, ChosenSlots, Custom
+from phasewise.step.plan import EVERYTHING, AttentionPlan, ChosenSlots, Custom, NamedSlots
 from phasewise.step.read import Read
-from phasewise.step.reads import attend_listed
-from phasewise.step.reference import NEVER, single
+from phasewise.step.reference import NEVER, attend_named, single
 from phasewise.step.span import Span
 from phasewise.verbs.attend import Attend
 from phasewise.verbs.host import Host
@@ -112,7 +111,7 @@ class Looping(Attend):
     def __init__(self, knobs: LoopServe, config: ModelConfig) -> None:
         self.knobs, self.heads = knobs, config.heads
         self._prompts = AttentionPlan(Custom(self.attend))
-        self._tokens = AttentionPlan(Custom(self.attend, self._given))
+        self._tokens = AttentionPlan(NamedSlots(self.slots, self._given))
 
     def drawer(self, layer: int, shape: KVShape, room: Room) -> int:
         """Queries twice, for what whole steps have left lies by itself."""
@@ -141,6 +140,16 @@ class Looping(Attend):
         return prefilling and self.knobs.alpha < 1 and self.knobs.chooses(span.positions[-1] + 1)
 
     def attend(self, reads: Sequence[Read]) -> list[Tensor | None]:
+        """Rows of prompts read lines, if they come behind nothing else; others what was chosen."""
+        out = attend_named(reads, self.slots(reads))
+        for i, read in enumerate(reads):
+            if read.span.last < read.span.request.prompt_len and self._lined(read.span) and read.rows is None:
+                out[i] = attend(read, self.lines(read), self.knobs.block)
+        return out
+
+    def slots(self, reads: Sequence[Read]) -> list[Tensor | None]:
+        """What rows read of what was chosen, and what is chosen now, as `NamedSlots` has it; their queries are
+        noted."""
         out: list[Tensor | None] = [None] * len(reads)
         found: dict[int, dict[int, Tensor]] = {}
         ballots: list[Asked] = []
@@ -148,21 +157,13 @@ class Looping(Attend):
             note = self._note(read)
             if read.span.last >= read.span.request.prompt_len:
                 found[i] = self._choices(read, note, ballots)
-            elif self._lined(read.span) and read.rows is None:
-                out[i] = attend(read, self.lines(read), self.knobs.block)
         self._count(ballots)
-        lists: dict[int, Tensor] = {}
         for i, chosen in found.items():
             if not chosen:
                 continue
-            slots = self._slots(reads[i], *next(iter(chosen.items()))) if single(reads[i]) else None
-            if slots is None:
-                out[i] = reads[i].attend(self._select(reads[i], chosen))
-            else:
-                lists[i] = slots
-        if lists:
-            for i, result in zip(lists, attend_listed([reads[i] for i in lists], [*lists.values()])):
-                out[i] = result
+            out[i] = self._slots(reads[i], *next(iter(chosen.items()))) if single(reads[i]) else None
+            if out[i] is None:
+                out[i] = self._select(reads[i], chosen)
         return out
 
     # ---- whole steps

@@ -21,7 +21,7 @@ from phasewise.methods.attend._reuse import Reuse
 from phasewise.methods.attend._select import RowScorer, grouped, tally
 from phasewise.model.model import Model
 from phasewise.request.counters import Counters
-from phasewise.step.plan import EVERYTHING, AttentionPlan, Custom, KernelScores, Scores, TopK
+from phasewise.step.plan import EVERYTHING, AttentionPlan, Custom, KernelScores, NamedSlots, Scores, TopK
 from phasewise.step.read import Read
 from phasewise.step.reference import IN_TEXT, rivals, selected, top_k
 from phasewise.step.span import Span
@@ -167,14 +167,14 @@ class _TokenSelect(RowScorer, Attend):
 
 
 class _Again(Attend):
-    """The same with lists that are used again. It says nothing as data: who chooses is known only within a layer."""
+    """The same with lists that are used again. Who makes one is known only within a layer, so a function names them."""
 
     def __init__(self, made: _TokenSelect) -> None:
         knobs = made.knobs
         self.made, self.acts, self.beside = made, made.acts, made.beside
         self.reuse = Reuse(made.keys, made.name, made.turned, knobs.theta, made.reader)
         self.stayed, self.attend = self.reuse.stayed, self.reuse
-        self._plan = AttentionPlan(Custom(self.attend))
+        self._plan = AttentionPlan(NamedSlots(self.reuse.slots))
 
     def plan(self, span: Span) -> AttentionPlan:
         return self._plan if self.acts(span) else EVERYTHING

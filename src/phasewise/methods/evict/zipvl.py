@@ -7,7 +7,6 @@ is the paper's second version; in its first one they are kept in fewer bits: `st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import ClassVar, Literal
@@ -19,11 +18,11 @@ from phasewise.errors import UserError
 from phasewise.kv.drawers import Room
 from phasewise.kv.format import KVShape
 from phasewise.model.config import AttentionSpec
-from phasewise.ops.attention import attention, causal
 from phasewise.request.request import Request
-from phasewise.step.plan import EVERYTHING, AttentionPlan, Custom
+from phasewise.step.plan import EVERYTHING, AmongTokens, AttentionPlan
 from phasewise.step.probe import received
 from phasewise.step.read import Read
+from phasewise.step.reference import causal_mask
 from phasewise.step.span import Span
 from phasewise.verbs.attend import Attend
 from phasewise.verbs.evict import Evict
@@ -82,7 +81,7 @@ class Zipped(Attend, Evict):
 
     def __init__(self, knobs: ZipVL, attention: tuple[AttentionSpec, ...]) -> None:
         self.knobs, self.attention = knobs, attention
-        self._plan = AttentionPlan(Custom(self.attend))
+        self._plan = AttentionPlan(AmongTokens(self.named, knobs.queries == "all"))
 
     def drawer(self, layer: int, shape: KVShape, room: Room) -> int:
         """Slots."""
@@ -99,10 +98,8 @@ class Zipped(Attend, Evict):
     def _is_whole(self, span: Span) -> bool:
         return span.positions[0] == 0 and span.rows == span.request.prompt_len
 
-    def attend(self, reads: Sequence[Read]) -> list[Tensor | None]:
-        return [self._one(read) for read in reads]
-
-    def _one(self, read: Read) -> Tensor | None:
+    def named(self, read: Read) -> Tensor | None:
+        """The slots of the tokens that a layer's rows read, which are noted; None: all."""
         if not self.acts(read.span) or read.rows is not None:
             return None
         drawer: dict[int, Tensor] = read.span.request.state.setdefault("zipvl", {})
@@ -111,35 +108,18 @@ class Zipped(Attend, Evict):
         noted = self.noted(read, stay, each)
         if noted is not None:
             drawer[read.layer] = noted
-        return None if stay is None else self.among(read, stay)
+        return stay
 
     def noted(self, read: Read, stay: Tensor | None, normalised: Tensor) -> Tensor | None:
         """What the request's drawer is to hold for a layer."""
         return stay
-
-    def among(self, read: Read, stay: Tensor) -> Tensor:
-        """Attention to the tokens in the slots `stay` alone, [n, hq, D]; rows that see none of them get zeros."""
-        spec, heads, n = self.attention[read.layer], read.part.size[0], read.part.size[1]
-        k, v = read.part.take(stay.expand(heads, -1))
-        read.count_entries(k.shape[0] * k.shape[1])
-        out = torch.zeros_like(read.q)
-        if self.knobs.queries == "all":
-            sees = _sees(torch.arange(n, device=stay.device), stay, spec.window)
-            rows = sees.any(1).nonzero().flatten()
-            out[rows] = attention(read.q[rows], k, v, sees[rows][None], spec.scale, spec.softcap)
-        elif spec.window is None and spec.softcap is None:
-            out[stay] = causal(read.q[stay], k, v, spec.scale)
-        else:
-            mask = _sees(stay, stay, spec.window)[None]
-            out[stay] = attention(read.q[stay], k, v, mask, spec.scale, spec.softcap)
-        return out
 
     def important(self, read: Read) -> tuple[Tensor | None, Tensor]:
         """The slots of the layer's important tokens, increasing [p], None = all of them; and what a probe gives each
         token on average, summed over the heads, float32 [n]."""
         n, spec = read.part.size[1], self.attention[read.layer]
         at = self.probed(n, read.layer).to(read.q.device)
-        sees = _sees(at, torch.arange(n, device=read.q.device), spec.window)  # [r, n]
+        sees = causal_mask(at, torch.arange(n, device=read.q.device), spec.window)  # [r, n]
         drawn = received(read, at.tolist()).sum(0)
         number = fewest(drawn, self.knobs.tau)
         each = drawn / sees.sum(0).clamp(min=1)  # a layer's own window may hide a token from all of them
@@ -177,9 +157,3 @@ def fewest(drawn: Tensor, tau: float) -> int:
     missing, for sums are rounded."""
     summed = drawn.double().sort(descending=True).values.cumsum(0)
     return min(int((summed < (tau - 1e-6) * summed[-1]).sum()) + 1, len(drawn))
-
-
-def _sees(rows: Tensor, tokens: Tensor, window: int | None) -> Tensor:
-    """Bool [r, n]: causal, and within a layer's window."""
-    distance = rows[:, None] - tokens
-    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
