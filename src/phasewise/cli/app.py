@@ -12,6 +12,7 @@ from phasewise import __version__
 from phasewise.cli import (
     batch,
     bench,
+    check,
     convert,
     datastore,
     evaluate,
@@ -70,6 +71,7 @@ app.add_typer(convert.app, name="convert")
 app.command("datastore")(datastore.datastore)
 app.add_typer(bench.app, name="bench")
 app.command("tune")(tune.tune)
+app.command("check")(check.check)
 app.command("report")(report.report)
 app.add_typer(train.app, name="train")
 
