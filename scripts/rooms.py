@@ -22,7 +22,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 # from the ground up: a room imports from rooms named before it
 ROOMS = (
     "errors", "child", "known", "catalog", "ops", "gguf", "model", "request", "kv", "step", "verbs", "speculation",
-    "engine", "cluster", "methods", "doors", "train", "bench", "plan", "report", "reproduce", "serve", "cli",
+    "engine", "cluster", "methods", "doors", "train", "bench", "plan", "report", "reproduce", "serve", "check", "cli",
 )  # fmt: skip
 ALONE = {
     "errors": "errors",
@@ -32,7 +32,7 @@ ALONE = {
     "spelling": "catalog",
     "__main__": "cli",
 }  # files at the root
-DOORS = ("__init__", "llm", "load", "options", "builder", "recipes")
+DOORS = ("__init__", "adapters", "llm", "load", "options", "builder", "recipes")
 VERBS = ("place", "schedule", "decode", "draft", "verify", "attend", "evict", "store", "skip", "sample")
 SHARED = (
     "host",

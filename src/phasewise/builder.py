@@ -106,7 +106,16 @@ class Builder:
         departs = "decode" not in phases
         bind = partial(assembly.runtime, names=phases)
         parts = Parts(
-            self.model, recipes, schedule, counters, self.clock, self.limits.max_running, departs, assembly.taps, bind
+            self.model,
+            recipes,
+            schedule,
+            counters,
+            self.clock,
+            self.limits.max_running,
+            departs,
+            assembly.taps,
+            bind,
+            assembly.keep,
         )
         return Engine(parts)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -13,10 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from phasewise.adapters import AGAIN, Adapters, Products
 from phasewise.builder import build
 from phasewise.cluster.engine_spec import EngineSpec
 from phasewise.engine.asleep import Asleep
 from phasewise.engine.limits import Limits
+from phasewise.engine.lora import LORA, Lora
 from phasewise.errors import PhasewiseError, UserError, near
 from phasewise.load import load_model, model_path
 from phasewise.model.chat import ChatTemplate
@@ -32,11 +35,11 @@ from phasewise.request.text import Text
 from phasewise.request.trace import Trace
 from phasewise.verbs.place import Placed
 
+log = logging.getLogger(__name__)
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 Stop = str | Sequence[str]
 Recipes = Mapping[str, Mapping[str, str | None]]
-AGAIN = "#"  # before the number of a recipe whose methods have changed while it was served
 BYTES = (bytes, bytearray, memoryview)  # of numbers, which are no token ids
 FIELDS = tuple(field.name for field in fields(Params) if field.init)
 
@@ -63,6 +66,7 @@ class LLM:
     `model`: a name that `phasewise models` lists, a directory, a `.gguf` file or a hub id. Verbs are given as
     `draft="prompt_lookup:k=6"`; the others keep their defaults. `recipes` are other choices, by name, that single
     requests may ask for: {"fast": {"draft": "prompt_lookup:k=6"}}; verbs that a recipe does not name are as given here.
+    `loras`: LoRA adapters, {name: folder}, that single requests may ask for: `lora="sql"`.
     Raises UserError naming whatever does not fit.
 
         llm = LLM("pocket", draft="prompt_lookup", evict="snapkv:keep=0.5")
@@ -86,6 +90,7 @@ class LLM:
         device: str = "cpu",
         limits: Limits | None = None,
         recipes: Recipes | None = None,
+        loras: Mapping[str, str] | None = None,
         **verbs: str | None,
     ) -> None:
         self.name = model
@@ -98,8 +103,12 @@ class LLM:
         self.lossy: dict[str, list[str]] = {}  # by recipe, what may change answers
         self.asks: frozenset[str] = frozenset()  # names in `Params.ask` that some method takes
         self.adds: dict[str, int] = {}  # by recipe, rows that are added to every prompt and stand for no token
+        self.named = {name: name for name in ("", *self.recipes)}  # what the engine calls each of them
         self._know({"": builder.methods, **builder.recipes})
         self.engine: Placed = builder.build()
+        self.loras = Adapters(builder.limits)  # by name
+        for name, path in (loras or {}).items():
+            self.load_lora(name, path)
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -115,27 +124,30 @@ class LLM:
         stop: Stop = (),
         progress: Callable[[int], Any] | None = None,
         recipe: str | Sequence[str] = "",
+        lora: str | Sequence[str] = "",
         **own: Any,
     ) -> list[Output]:
         """One output per prompt (text or token ids), in order; all of them run together. A single prompt counts as a
         list of one.
 
-        `params` and `recipe`: for all, or one for each; `own`: fields of `Params`, for all. `stop`: a string that ends
-        the text, or several. `progress` is told how many requests have left, whenever it is more. Look at
-        `Output.left`: a request that failed does not raise.
+        `params`, `recipe` and `lora` (an adapter's name): for all, or one for each; `own`: fields of `Params`, for all.
+        `stop`: a string that ends the text, or several. `progress` is told how many requests have left, whenever it is
+        more. Look at `Output.left`: a request that failed does not raise.
         """
         each, own = _several(prompts), self._asked(own)
-        _refuse_unknown(own, "params", "stop", "progress", "recipe", *self.asks)
+        _refuse_unknown(own, "params", "stop", "progress", "recipe", "lora", *self.asks)
         if isinstance(params, Sequence):
             settings = [_settled(one, own) for one in params]
         else:
             settings = [_settled(params, own)] * len(each)
         recipes = [recipe] * len(each) if isinstance(recipe, str) else list(recipe)
-        for given, what in ((settings, "params"), (recipes, "recipes")):
+        loras = [lora] * len(each) if isinstance(lora, str) else list(lora)
+        for given, what in ((settings, "params"), (recipes, "recipes"), (loras, "loras")):
             if len(given) != len(each):
                 raise UserError(f"{len(given)} {what} for {len(each)} prompts: give one, or one for each")
         requests = [
-            self.request(self.encode(prompt), p, stop, recipe=name) for prompt, p, name in zip(each, settings, recipes)
+            self.request(self.encode(prompt), p, stop, recipe=self.with_lora(*both))
+            for prompt, p, *both in zip(each, settings, recipes, loras)
         ]
         return self._complete(requests, stop, progress)
 
@@ -146,6 +158,7 @@ class LLM:
         *,
         stop: Stop = (),
         recipe: str = "",
+        lora: str = "",
         variables: Mapping[str, Any] | None = None,
         **own: Any,
     ) -> Iterator[str]:
@@ -158,6 +171,7 @@ class LLM:
         _refuse_unknown(own, "params", "stop", "recipe", "variables", *self.asks)
         settings, ids = _settled(params, own), self._ids(prompt, variables)
         begins = _is_chat(prompt) and _begins(settings, variables)
+        recipe = self.with_lora(recipe, lora)
         return self._pieces(self.request(ids, settings, stop, recipe=recipe, begins=begins), stop, begins)
 
     def chat(
@@ -167,6 +181,7 @@ class LLM:
         *,
         stop: Stop = (),
         recipe: str = "",
+        lora: str = "",
         variables: Mapping[str, Any] | None = None,
         **own: Any,
     ) -> Output:
@@ -179,17 +194,19 @@ class LLM:
         _refuse_unknown(own, "params", "stop", "recipe", "variables", *self.asks)
         settings, ids = _settled(params, own), self.encode_chat(messages, variables)
         begins = _begins(settings, variables)
+        recipe = self.with_lora(recipe, lora)
         return self._complete([self.request(ids, settings, stop, recipe=recipe, begins=begins)], stop, None, begins)[0]
 
     def embed(
-        self, prompts: Prompt | Sequence[Prompt], *, pooling: str = "mean", normalise: bool = True, recipe: str = ""
-    ) -> list[list[float]]:
+        self, prompts: Prompt | Sequence[Prompt], *, pooling: str = "mean", normalise: bool = True, recipe: str = "",
+        lora: str = "",
+    ) -> list[list[float]]:  # fmt: skip
         """A vector per prompt: the mean of its rows after the last layer and its norm, or the last of them
         (`pooling="last"`), of length 1 if `normalise`. A generative model's: nobody has trained them to be compared.
 
         Raises PhasewiseError if a prompt's vector cannot be computed.
         """
-        params = Params(max_tokens=0, pooling=pooling)
+        params, recipe = Params(max_tokens=0, pooling=pooling), self.with_lora(recipe, lora)
         requests = [self.request(self.encode(prompt), params, recipe=recipe) for prompt in _several(prompts)]
         try:
             for request in requests:
@@ -200,11 +217,32 @@ class LLM:
                 self.engine.cancel(request)
         return [vector_of(request, normalise).tolist() for request in requests]
 
+    def load_lora(self, name: str, path: str) -> None:
+        """Let requests name a LoRA adapter, as PEFT saves it in the folder `path`. Raises UserError for one that does
+        not fit the model, the KV budget or a method."""
+        self.take_lora(self.loras.read(name, path, self.model.config))
+
+    def unload_lora(self, name: str) -> None:
+        """Forget an adapter; requests under way keep it. Raises UserError for a name that none has."""
+        gone = self.loras.drop(name)
+        self._builder.recipes = {name: own for name, own in self._builder.recipes.items() if name not in gone}
+        self.engine.forget(gone)
+
     def close(self) -> None:
         """Dismiss workers in other processes, if there are any."""
         self.engine.close()
 
     # ---- what the server needs as well
+    def take_lora(self, lora: Lora) -> None:
+        """Let requests name an adapter that was read. Only between two steps. Raises UserError; nothing has changed
+        then."""
+        self.loras.check(lora.name)
+        self._offer(self.loras.products(lora, self.named, self._methods), lora)
+
+    def with_lora(self, recipe: str, lora: str) -> str:
+        """What the engine calls a recipe with an adapter; "": none. Raises UserError for one that there is not."""
+        return self.loras.recipe(lora, recipe) if lora else recipe
+
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt. Raises UserError for what is neither text nor token ids."""
         if isinstance(prompt, str):
@@ -258,7 +296,9 @@ class LLM:
             self.engine.learn(new)
         self._builder.recipes = {**known, **new}
         self._know(new)
-        self.recipes = tuple(named)
+        self.recipes, self.named = tuple(named), {"": "", **named}
+        for lora in self.loras.values():
+            self._offer(self.loras.products(lora, self.named, self._methods), lora)
         return named
 
     def sleep(self) -> None:
@@ -275,11 +315,19 @@ class LLM:
         let_go()
 
     def wake(self) -> None:
-        """Load the weights again, with the recipes there are. Raises UserError where they have gone; it sleeps on."""
+        """Load the weights again, with recipes and adapters. Raises UserError where the weights have gone;
+        it sleeps on."""
         assert self._builder.spec is not None and isinstance(self.engine, Asleep)
         builder = build(self._builder.spec)
-        builder.recipes = self._builder.recipes
+        known, adapted = self._builder.recipes, set(self.loras.recipes)
+        builder.recipes = {name: own for name, own in known.items() if name not in adapted}
         engine = builder.build()
+        for lora in self.loras:
+            try:
+                engine.learn(self.loras.methods(lora))
+            except UserError as error:  # its files have gone: requests for others need not wait for them
+                log.error("the adapter %r cannot be loaded again: %s", lora, error)
+        builder.recipes = known
         self.engine.wake(engine)
         self._builder, self.model, self.engine = builder, builder.model, engine
         gc.freeze()
@@ -292,6 +340,27 @@ class LLM:
         return Text(self.tokenizer, stop, ends, params, shown, before)
 
     # ---- inside
+    def _methods(self, recipe: str) -> Mapping[str, Any]:
+        """Those of a recipe, by its name in the engine."""
+        return self._builder.recipes[recipe] if recipe else self._builder.methods
+
+    def _offer(self, products: Products, lora: Lora) -> None:
+        """Have the engine learn an adapter's recipes, and forget those that it had before."""
+        known = self._builder.recipes
+        new = {name: {**own, LORA: lora} for name, own in products.methods.items() if name not in known}
+        try:
+            if new:
+                self.engine.learn(new)
+        except BaseException:
+            self.engine.forget(new)  # some worker may have learned them
+            raise
+        before = self.loras.methods(lora.name).keys() - products.methods.keys()
+        self._builder.recipes = {name: own for name, own in known.items() if name not in before} | products.methods
+        self._know(products.methods)
+        self.loras.take(products)
+        if before:
+            self.engine.forget(before)
+
     def _know(self, recipes: Mapping[str, Mapping[str, Any]]) -> None:
         """Registers new recipes, and the methods of requests that name none."""
         self.lossy |= {name: lossy(own) for name, own in recipes.items()}

@@ -39,7 +39,11 @@ def load(context: typer.Context, path: Path | None) -> Path | None:
             if name not in choices:
                 there = near(key, {*(choice.replace("_", "-") for choice in choices), TABLE})
                 raise UserError(f"{path}: unknown option {key!r}. {there}")
-            if not isinstance(value, (str, int, float)):
+            if known[name].multiple:  # an option that may be repeated
+                value = [value] if isinstance(value, str) else value
+                if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+                    raise UserError(f"{path}: {key} = {value!r} must be text, or a list of texts")
+            elif not isinstance(value, (str, int, float)):
                 raise UserError(f"{path}: {key} = {value!r} is not a value of an option: write text, a number or true")
             defaults[name] = value
         context.default_map = {**(context.default_map or {}), **defaults}

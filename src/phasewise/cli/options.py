@@ -165,8 +165,12 @@ class EngineOptions:
             extra["verify"] = catalog.build("verify", verbs.pop("verify"))
         refuse_lossy({"": parse(verbs) | extra, **parse_recipes(self.verbs, named)})
 
-    def llm(self, recipes: Mapping[str, Mapping[str, str]] | None = None) -> LLM:
-        """The model with its methods and recipes. Raises UserError naming the option that does not fit."""
+    def llm(
+        self, recipes: Mapping[str, Mapping[str, str]] | None = None, loras: Mapping[str, str] | None = None,
+        **limits: Any,
+    ) -> LLM:  # fmt: skip
+        """The model with its methods, recipes and adapters; `limits`: what is said of them elsewhere. Raises UserError
+        naming the option that does not fit."""
         self.check()
         from phasewise.cli.progress import say, working
         from phasewise.llm import LLM
@@ -174,8 +178,10 @@ class EngineOptions:
 
         model_path(self.model, say=say)  # what must be fetched has a bar of its own, which a spinner would spoil
         with working(f"loading {self.model}"):
+            verbs: dict[str, Any] = dict(self.verbs)
+            bounds = dataclasses.replace(self.limits(), **limits)
             return LLM(
-                self.model, dtype=self.dtype, device=self.device, limits=self.limits(), recipes=recipes, **self.verbs
+                self.model, dtype=self.dtype, device=self.device, limits=bounds, recipes=recipes, loras=loras, **verbs
             )
 
     def served(self) -> list[str]:

@@ -16,6 +16,7 @@ from phasewise import recipes
 from phasewise.cli import config as files
 from phasewise.cli.asked import Targets
 from phasewise.cli.batch import BatchOptions
+from phasewise.cli.lora import LoraOptions
 from phasewise.cli.options import DEFAULTS, DRAFTER, EngineOptions, parse_bytes, spread
 from phasewise.cli.progress import say
 from phasewise.errors import UserError
@@ -291,6 +292,7 @@ class Many:
 
 ADDRESS, OFFER, ACCESS, RECIPES, MANY = Address(), Offer(), Access(), Recipes(), Many()
 BATCHES = BatchOptions()
+LORAS = LoraOptions()
 SERVED = replace(DEFAULTS, model="smollm2")  # who starts a server wants answers; the other commands stay offline
 
 
@@ -303,6 +305,7 @@ def serve(
     choices: Recipes = RECIPES,
     many: Many = MANY,
     batches: BatchOptions = BATCHES,
+    adapters: LoraOptions = LORAS,
     engine: EngineOptions = SERVED,
 ) -> None:
     """Serve a model over HTTP to any OpenAI or Anthropic client.
@@ -325,6 +328,7 @@ def serve(
       phasewise serve --schedule slo --slo-ttft 500 --slo-tpot 50
       phasewise serve --recipe fast="draft=prompt_lookup:k=6" --recipe long="evict=streaming store=int8"
       phasewise serve --batches ~/batches
+      phasewise serve --model base --lora sql=adapters/sql --lora chat=adapters/chat
       phasewise serve --config phasewise.toml
       phasewise serve --host 0.0.0.0 --keys keys.toml
       phasewise serve --place disaggregated:prefill=1,decode=2 --cluster processes
@@ -336,15 +340,18 @@ def serve(
     if many.models is not None:
         if asked or offer.name is not None:
             raise UserError("--models names the models that are served: leave --model and --name out")
+        adapters.refuse("--models names models, and --lora adapters of one")
         many.serve(address, engine, policy, named, offer.slo())
         return
+    policy, loras = adapters.within(policy), adapters.named()
+    most = {"max_loras": adapters.max_loras, "max_lora_rank": adapters.max_lora_rank}
     if not engine.speaks_of_drafts:
         engine = replace(engine, draft=DRAFTER)
     engine.check(named)
     from phasewise.serve.app import run
 
     def load() -> LLM:
-        return (engine if asked else _or_pocket(engine)).llm(named)
+        return (engine if asked else _or_pocket(engine)).llm(named, loras, **most)
 
     run(load, host=address.host, port=address.port, name=offer.name, slo=offer.slo(), policy=policy)
 

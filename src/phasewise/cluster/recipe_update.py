@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from phasewise import catalog
+from phasewise.engine.lora import LORA, Lora
 from phasewise.errors import UserError
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 Recipes = Mapping[str, Mapping[str, Any]]  # by name, a method per verb
-RecipeUpdate = dict[str, dict[str, list[str]]]  # by recipe and verb, the verb that the method is of, and its text
+RecipeUpdate = dict[str, dict[str, list[Any]]]  # by recipe and verb, the verb that the method is of, and its text
 
 
 def told(recipes: Recipes) -> RecipeUpdate:
@@ -25,7 +26,7 @@ def told(recipes: Recipes) -> RecipeUpdate:
     update: RecipeUpdate = {}
     for name, methods in recipes.items():
         homes = {verb: method.traits.verb for verb, method in methods.items()}
-        update[name] = {verb: [home, catalog.spell(home, methods[verb])] for verb, home in homes.items()}
+        update[name] = {verb: [home, _text(home, methods[verb])] for verb, home in homes.items()}
     if read(update) != recipes:
         raise UserError(f"recipes {', '.join(recipes)} have methods that cannot be written as text for the workers")
     return update
@@ -36,11 +37,23 @@ def read(update: RecipeUpdate) -> dict[str, dict[str, Any]]:
     stands for --draft. Raises UserError for a method that there is not here."""
     found = {}
     for name, texts in update.items():
-        built = {(home, text): catalog.build(home, text) for home, text in texts.values()}
-        methods = {verb: built[home, text] for verb, (home, text) in texts.items()}
+        adapters = {verb: Lora.of(text) for verb, (home, text) in texts.items() if home == LORA}
+        spelled = {verb: (home, text) for verb, (home, text) in texts.items() if home != LORA}
+        built = {each: catalog.build(*each) for each in spelled.values()}
+        methods = {verb: built[each] for verb, each in spelled.items()} | adapters
         held = {verb: part for verb, part in catalog.filled(methods["decode"]).items() if verb in methods}
         found[name] = {**methods, **held}
     return found
+
+
+def _text(home: str, method: Any) -> Any:
+    return method.text() if home == LORA else catalog.spell(home, method)
+
+
+def forget(engine: Engine, layouts: Layouts, recipes: Collection[str]) -> None:
+    """Requests name these recipes no more. Of a worker's KV nothing is on its way to them then: the router waits."""
+    engine.forget(recipes)
+    layouts.follow(stores_of(engine))
 
 
 def learn(engine: Engine, layouts: Layouts, update: RecipeUpdate) -> str:

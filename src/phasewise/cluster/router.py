@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -72,6 +72,7 @@ class Router:
         self._progressed: dict[Request, None] = {}  # ordered, each once
         self._closed = False
         self._recipe_update: RecipeUpdate = {}  # recipes that came later, which whoever is launched is told of
+        self._unwanted: set[str] = set()  # recipes that go once their last request has left
         self.handover = Handover(self)
         self._affinity = KVAffinity()
         self._hears = {"progress": self._progress, **self.handover.hears}
@@ -140,6 +141,10 @@ class Router:
         return {}
 
     @property
+    def lora_bytes(self) -> int:
+        return sum(handle.state.get("lora_bytes", 0) for handle in self.handles)
+
+    @property
     def prefix_bytes(self) -> int:
         return sum(handle.state.get("prefix_bytes", 0) for handle in self.handles)
 
@@ -186,6 +191,23 @@ class Router:
             if handle.state["unlearned"]:
                 raise UserError(f"worker {handle.name}: {handle.state['unlearned']}")
         self._recipe_update |= update
+
+    def forget(self, recipes: Collection[str]) -> None:
+        """See `Placed`."""
+        self._unwanted |= set(recipes)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Forget recipes that are no longer wanted at every worker, once no request has them."""
+        gone = self._unwanted.difference(flight.caller.recipe for flight in self.flights.values())
+        if not gone:
+            return
+        self._unwanted -= gone
+        for front in self.fronts:
+            front.forget(gone)
+        for handle in self.handles:
+            handle.tell({"do": "unlearn", "recipes": sorted(gone)})
+        self._recipe_update = {name: own for name, own in self._recipe_update.items() if name not in gone}
 
     def reach(self, recipe: str) -> int:
         """Texts beyond the context are for one engine alone."""
@@ -418,3 +440,5 @@ class Router:
         caller.left = left
         caller.trace.left, caller.trace.by["left"] = self.clock(), flight.handle.name
         self._progressed[caller] = None
+        if self._unwanted:
+            self._let_go()

@@ -12,6 +12,7 @@
              spare    {bytes}                           drop some of them: another worker of the pool is short
              cores    {cores, threads}                  from the next step on, run on these
              learn    {recipes}                         requests may name these as well (recipe_update.py)
+             unlearn  {recipes}                         requests name these no more
     event    progress {id, attempt, start, tokens, left, queued, recalled, scores?, pool?}
              offer    {id, attempt, packed, parcel}     the prompt is done, its KV waits in the transfer buffer
              piece    {id, attempt, piece, blocks, parcel}  some rows of a prompt under way wait in the transfer buffer
@@ -39,7 +40,7 @@ from torch import Tensor
 
 from phasewise.cluster.ownership import OwnershipTransfer
 from phasewise.cluster.push import Inbox, Outbox
-from phasewise.cluster.recipe_update import learn, stores_of
+from phasewise.cluster.recipe_update import forget, learn, stores_of
 from phasewise.cluster.segments import cut
 from phasewise.cluster.transfer_buffer import Parcel, TransferBuffer
 from phasewise.kv.handoff import Layouts, landing, pack, unpack
@@ -97,6 +98,7 @@ class Worker:
             "add": self._add, "take": self._take, "expect": self._expect, "piece": self._inbox.piece,
             "release": self._release, "keep": self._keep, "renew": self._renew, "cancel": self._cancel,
             "forget": lambda command: self.engine.forget_prefixes(), "spare": self._spare, "learn": self._learn,
+            "unlearn": lambda command: forget(self.engine, self._layouts, command["recipes"]),
             "cores": lambda command: self._settle(command["cores"], command["threads"]),
         }  # fmt: skip
         self._state()
@@ -388,8 +390,9 @@ class Worker:
             "heard": self._heard,
             "counters": engine.counters.as_dict(),
             "by_recipe": engine.by_recipe,
-            "kv_bytes": engine.ledger.held,
+            "kv_bytes": engine.ledger.held - engine.ledger.resident,
             "prefix_bytes": prefix,
+            "lora_bytes": engine.lora_bytes,
             "free": engine.ledger.free + prefix + self._inbox.bytes,  # which the router has promised
             "running": len(engine.running),
             "wish": self._wish,

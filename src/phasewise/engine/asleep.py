@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ class Asleep:
     """Idle, holds nothing, and remembers what had been counted; nothing can be added."""
 
     idle = True
-    kv_bytes = prefix_bytes = 0
+    kv_bytes = prefix_bytes = lora_bytes = 0
 
     def __init__(self, engine: Placed) -> None:
         self.counters: Counters = copy.copy(engine.counters)
@@ -37,6 +38,9 @@ class Asleep:
 
     def close(self) -> None:
         pass
+
+    def forget(self, recipes: Collection[str]) -> None:
+        pass  # what is woken has not learned them
 
     def wake(self, engine: Placed) -> None:
         """Have another engine go on counting."""

@@ -3,11 +3,12 @@ of mixed recipes group well and second models follow a request once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from phasewise.engine.binding import Bindings, Methods, in_phase
+from phasewise.engine.lora import LORA, Loras
 from phasewise.engine.refusals import refuse_blocks, refuse_tiers
 from phasewise.engine.runtime import Runtime
 from phasewise.kv.buffer import Ledger
@@ -40,6 +41,7 @@ class Assembly:
         self.taps: set[int] = set()
         self.prefixes = PrefixCache(ledger, tiers)
         self._identity = identity
+        self.loras = Loras(model, self.prefixes)
         self._load = load
         self._bindings: list[tuple[Any, Bindings]] = []  # by sample method: a host has one
         self._forms: list[tuple[Any, int, RowFormat, Wire | None]] = []
@@ -52,6 +54,7 @@ class Assembly:
         """Returns what a recipe's requests run with in the phases of these names."""
         bindings = self._of(methods["sample"])
         phases = bindings.phases(methods, names)
+        lora = self.loras.load(methods[LORA]) if LORA in methods else None
         evict = phases[0].evict
         traits: Traits = methods["decode"].traits
         unit = traits.block
@@ -73,7 +76,15 @@ class Assembly:
         store.expect(places, any(own.late is not None for own in phases))
         takers = {id(method): method for method in methods.values() if method.traits.asks}.values()
         asks = [(method.traits.asks, bindings.bind(method)) for method in takers]
-        return Runtime(phases, store, bindings.companions(methods, names), bindings.host.sample, traits, asks)
+        return Runtime(
+            phases, store, bindings.companions(methods, names), bindings.host.sample, traits, asks, lora=lora
+        )
+
+    def keep(self, runtimes: Collection[Runtime]) -> None:
+        """These are all that there are: free cached prompts and adapters of others."""
+        trees = {id(runtime.store.tree) for runtime in runtimes}
+        self.prefixes.keep(lambda tree: id(tree) in trees)
+        self.loras.keep(runtime.lora for runtime in runtimes)
 
     def _of(self, sample: Any) -> Bindings:
         for known, bindings in self._bindings:
@@ -87,7 +98,8 @@ class Assembly:
 
     def _companion(self, name: str, model: Model) -> Companion:
         store = Store(kv_shapes(model), Raw(), ledger=self.ledger, counters=self.counters)
-        phase = Phase(name, decode=None, attend=self.defaults["attend"])  # type: ignore[arg-type]  # nobody decodes with it
+        # nobody decodes with it
+        phase = Phase(name, decode=None, attend=self.defaults["attend"], adapted=False)  # type: ignore[arg-type]
         return Companion(name, model, store, phase, self.counters)
 
     def _form(self, method: Any, unit: int) -> tuple[RowFormat, Wire | None]:
@@ -110,6 +122,8 @@ class Assembly:
             shaping.append(methods["decode"])
         if self.prefixes.tiers is not None and self.prefixes.tiers.folder is not None:
             refuse_tiers(shaping[1:], self._of(methods["sample"]).host.artefacts)
+        if LORA in methods:
+            shaping.append((LORA, methods[LORA].digest))
         return f"{self._identity}{(self.model.config, self.model.dtype, shaping)!r}"
 
 

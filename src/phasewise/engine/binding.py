@@ -19,6 +19,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from phasewise import catalog
+from phasewise.engine.lora import Lora
 from phasewise.errors import UserError
 from phasewise.step.phase import Phase
 from phasewise.verbs.conflict import conflict
@@ -82,6 +83,8 @@ def label(verb: str, method: Any) -> str:
 
 def name(verb: str, method: Any) -> str:
     """Returns the name by which the user knows a method, for messages."""
+    if isinstance(method, Lora):
+        return method.name
     try:
         return catalog.name_of(verb, method)
     except UserError:

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +53,7 @@ class Engine:
         self._turn = StepAttempt(parts.model, parts.counters, parts.taps)
         self._departs, self._inference = parts.departs, torch.inference_mode()
         self._progressed: list[Request] = []
+        self._unwanted: set[str] = set()  # recipes that go once their last request has left
 
     # ---- what users of an engine call
     @property
@@ -62,7 +63,7 @@ class Engine:
     @property
     def kv_bytes(self) -> int:
         """KV bytes in use now, prefix cache and companions included."""
-        return self.ledger.used
+        return self.ledger.used - self.ledger.resident
 
     @property
     def prefix_bytes(self) -> int:
@@ -72,6 +73,11 @@ class Engine:
     @property
     def tiers(self) -> Mapping[str, float]:
         return {} if self.prefixes.tiers is None else self.prefixes.tiers.numbers()
+
+    @property
+    def lora_bytes(self) -> int:
+        """The part of the KV budget that adapters take."""
+        return self.ledger.resident
 
     @property
     def growth(self) -> int:
@@ -108,7 +114,7 @@ class Engine:
     def check(self, request: Request, reach: int | None = None) -> None:
         """Raise UserError if the request can never run here. A `max_tokens` beyond its `reach` means as many as fit, in
         that and in the KV budget: it is cut to them."""
-        config, limit = self.model.config, self.ledger.limit
+        config, limit = self.model.config, self.ledger.limit - self.ledger.resident
         if request.left is not None:
             raise UserError(f"request {request.id!r} has already left: make a new Request to run it again")
         if request.recipe not in self.recipes:
@@ -137,7 +143,7 @@ class Engine:
         if self.queues.named(request.id):
             raise UserError(f"a request with id {request.id!r} is already running: give each request its own id")
         self.check(request)
-        request.layers, request.ends = self.model.config.layers, self.model.config.eos
+        self._equip(request)
         request.trace.enter(self.parts.clock())
         self.queues.join(request, self.waiting)
         if request.parent is None:
@@ -147,7 +153,7 @@ class Engine:
         """Take over a request whose KV is already loaded (hand-off), in the store of its recipe here."""
         assert request.kv is not None and request not in self.queues
         request.trace.enter(self.parts.clock())
-        request.layers, request.ends = self.model.config.layers, self.model.config.eos
+        self._equip(request)
         if not request.prefilling:
             self._enter(request)
             request.kv.seal(self.runtime(request).phase(request).marks(request))
@@ -184,9 +190,39 @@ class Engine:
     def learn(self, recipes: Mapping[str, Mapping[str, Any]]) -> None:
         """See `Placed`."""
         assert self.parts.bind is not None
-        made = {name: self.parts.bind(methods) for name, methods in recipes.items()}
+        try:
+            made = {name: self.parts.bind(methods) for name, methods in recipes.items()}
+        except BaseException:
+            self._keep()
+            raise
         self.recipes.update(made)
         self.room.follow()
+
+    def forget(self, recipes: Collection[str]) -> None:
+        """See `Placed`."""
+        self._unwanted |= self.recipes.keys() & set(recipes)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Forget recipes that are no longer wanted, once no request has them."""
+        queues = (self.waiting, self.running, self.departed)
+        gone = self._unwanted.difference(request.recipe for queue in queues for request in queue)
+        for name in gone:
+            self.prefixes.retained.drop_of(self.recipes.pop(name).store)
+        if gone:
+            self._unwanted -= gone
+            self.room.follow()
+            self._keep()
+
+    def _keep(self) -> None:
+        if self.parts.keep is not None:
+            self.parts.keep(self.recipes.values())
+
+    def _equip(self, request: Request) -> None:
+        """Fill in what a request is told by the engine that accepts it."""
+        request.layers, request.ends = self.model.config.layers, self.model.config.eos
+        lora = self.runtime(request).lora
+        request.lora = None if lora is None else lora.delta
 
     def forget_prefixes(self) -> None:
         """Empty the prefix cache as far as no request holds it."""
@@ -408,6 +444,8 @@ class Engine:
             self.prefixes.tiers.forget(request.id)
         if request not in self._progressed:
             self._progressed.append(request)
+        if self._unwanted:
+            self._let_go()
 
     def keep_local(self, request: Request) -> None:
         """Nobody will take over `request`: it goes on here, if this engine can."""
@@ -422,3 +460,5 @@ class Engine:
         """A placement has taken over `request`: forget it here and free its memory."""
         self.queues.drop(request)
         request.release()
+        if self._unwanted:
+            self._let_go()

@@ -36,6 +36,8 @@ class Limits:
     kv_host: int = 0  # bytes of memory for prefix blocks that the budget gives up; 0: none
     kv_disk: str | None = None  # a folder for prefix blocks, which outlives the process ...
     kv_disk_bytes: int = 0  # ... and its bound
+    max_loras: int = 16  # adapters at a time
+    max_lora_rank: int = 64  # of a linear layer of the checkpoint
 
     def on(self, device: torch.device) -> Limits:
         """The same for a model on `device`: KV that nobody has limited lies in the memory of a GPU, if it is one."""

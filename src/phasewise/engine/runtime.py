@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from phasewise.verbs.host import ENDLESS
 from phasewise.verbs.traits import MARGIN, Traits
 
 if TYPE_CHECKING:
+    from phasewise.engine.lora import LoadedLora
     from phasewise.kv.store import Store
     from phasewise.model.model import Model
     from phasewise.request.params import Params
@@ -39,6 +40,7 @@ class Runtime:
     traits: Traits = PLAIN  # of its decode method
     asks: Sequence[tuple[tuple[str, ...], Any]] = ()  # names in `Params.ask`, and the runtime that takes them
     counters: Counters = field(default_factory=Counters)  # of its requests alone: see `OF_REQUESTS`
+    lora: LoadedLora | None = None  # the adapter that its requests run with
 
     def check(self, params: Params) -> None:
         """Raise UserError unless all that a request asks for (`Params.ask`) can be honoured."""
@@ -148,7 +150,8 @@ class Runtime:
 class Parts:
     """The parts of an engine. `recipes`: a runtime by the name that requests give, "" being the default; all their
     stores share one ledger and one prefix cache. `departs`: all requests leave for another engine when their prompt is
-    done (a prefill engine of a placement). `bind` makes the runtime of a recipe that comes later."""
+    done (a prefill engine of a placement). `bind` makes the runtime of a recipe that comes later; `keep` is told of all
+    that there are when some have gone."""
 
     model: Model
     recipes: dict[str, Runtime]
@@ -159,6 +162,7 @@ class Parts:
     departs: bool = False
     taps: set[int] = field(default_factory=set)
     bind: Callable[[Mapping[str, Any]], Runtime] | None = None
+    keep: Callable[[Collection[Runtime]], None] | None = None
 
     @property
     def phases(self) -> Sequence[Phase]:

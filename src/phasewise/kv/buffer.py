@@ -55,13 +55,14 @@ class Heap:
 class Ledger:
     """Bytes in use against a hard limit, and the memory they are taken from."""
 
-    __slots__ = ("limit", "memory", "peak", "used")
+    __slots__ = ("limit", "memory", "peak", "resident", "used")
 
     def __init__(self, limit: int, memory: Memory | None = None) -> None:
         self.limit = limit
         self.memory = memory or Heap()
         self.used = 0
         self.peak = 0
+        self.resident = 0  # the part of `used` that makes way for nobody: adapters
 
     @property
     def free(self) -> int:

@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import math
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -236,6 +236,17 @@ class PrefixCache:
         while before - self.ledger.used < n_bytes and self.retained.give_up():
             pass
         return before - self.ledger.used
+
+    def keep(self, used: Callable[[PrefixTree], bool]) -> None:
+        """Forget the trees that are not in use, and whose blocks nobody holds."""
+        for key, tree in list(self.trees.items()):
+            if used(tree):
+                continue
+            while leaves := tree.unheld():
+                for node in leaves:
+                    tree.remove(node)
+            if not tree.root.children:
+                del self.trees[key]
 
     def clear(self) -> None:
         """Forget every block nobody holds, and what requests have left. Tiers below the budget keep theirs."""

@@ -60,6 +60,11 @@ class RetainedStore:
         name = next(iter(self._kept), None)
         return name is not None and self._drop(name)
 
+    def drop_of(self, owner: object) -> None:
+        """Free all that is of one owner."""
+        for name in [name for name, left in self._kept.items() if left.owner is owner]:
+            self._drop(name)
+
     def clear(self) -> None:
         while self.give_up():
             pass

@@ -17,6 +17,7 @@ from phasewise.request.trace import Trace
 
 if TYPE_CHECKING:
     from phasewise.kv.cache import KV
+    from phasewise.model.lowrank import Delta
     from phasewise.step.span import Span
 
 log = logging.getLogger(__name__)
@@ -66,7 +67,8 @@ class Request:
         self.slice: Span | None = None  # one under way that has not reached the last layer: a step may run part of it
         self.depth = 0  # the layers it has run
         self.layers = 0  # layers of the model; the engine that accepts it fills it in ...
-        self.ends: Sequence[int] = ()  # ... and its end tokens
+        self.ends: Sequence[int] = ()  # ... its end tokens ...
+        self.lora: Delta | None = None  # ... and the adapter of its recipe, which its rows run with
         self.kv: KV | None = None
         self.state: dict[str, Any] = {}
         self.high_water = 0  # rows ever computed: what lies below it is recomputation

@@ -78,6 +78,7 @@ class Snapshot:
     by_role: dict[str, dict[str, int]] = field(default_factory=dict)  # counters, where there are workers
     by_recipe: dict[str, dict[str, int]] = field(default_factory=dict)  # those that belong to single requests
     tiers: Mapping[str, float] = field(default_factory=dict)  # of KV below the budget: see `Placed`
+    lora_bytes: int = 0  # of adapters, in all engines together
 
 
 News = tuple[OutputStream, list[int], dict[int, Score], Departure | None, Trace | None]
@@ -257,7 +258,7 @@ class EngineLoop:
         held = placed.kv_bytes, placed.prefix_bytes
         now = Snapshot(
             len(placed.waiting), len(placed.running), *held, placed.counters.as_dict(), placed.workers,
-            placed.by_role, placed.by_recipe, placed.tiers,
+            placed.by_role, placed.by_recipe, placed.tiers, placed.lora_bytes,
         )  # fmt: skip
         self.tell(_resolve, answer, now)
 

@@ -17,6 +17,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.routing import Match
 
+from phasewise.adapters import Adapters
 from phasewise.errors import BudgetError, UserError, near
 from phasewise.llm import LLM
 from phasewise.load import files_of
@@ -25,6 +26,7 @@ from phasewise.model import generation
 from phasewise.request.params import SLO, Params
 from phasewise.request.request import Request as EngineRequest
 from phasewise.serve.about import About
+from phasewise.serve.adapters import AdapterEndpoints
 from phasewise.serve.completions.answer import Answer, GenerationRequest, LogprobOptions
 from phasewise.serve.completions.conversation import ChatRenderer, Prompt
 from phasewise.serve.completions.conversation_index import ConversationIndex
@@ -68,8 +70,8 @@ class Service:
         _refuse_budget(llm)
         self.slo = slo or SLO()
         self.sampling = _sampling(llm, policy.generation_config)  # of requests that say nothing
-        self.names = _names(name, {recipe: recipe for recipe in llm.recipes})  # {what clients say: a recipe}
-        self.metrics = Metrics(llm.limits.budget, llm.recipes)
+        self.names = _names(name, {recipe: recipe for recipe in llm.recipes}, llm.loras)  # {what clients say: a recipe}
+        self.metrics = Metrics(llm.limits.budget, [*llm.recipes, *llm.loras.recipes], llm.loras)
         self.engine = EngineLoop(llm.engine, llm.limits.max_running + policy.queue, self.metrics.left)
         self._punctual = SLOAdmission() if policy.refuse_late else None
         self.sleeper = IdleUnloader(llm, self.engine, policy.sleep_after)
@@ -89,6 +91,7 @@ class Service:
             *self._about.posts,
             *ScoringEndpoint(self).posts,
             *Embeddings(self).posts,
+            *AdapterEndpoints(self, policy.lora_folder).posts,
         ]
         self.gets = self._about.gets
         self.events: Events | None = None
@@ -176,7 +179,8 @@ class Service:
         """What `/v1/models` says of one of its names."""
         reach = self.llm.engine.reach(self.names[name])
         return {"id": name, "object": "model", "created": self.created, "owned_by": "phasewise",
-                "max_model_len": reach, "default_sampling_params": self.sampling}  # fmt: skip
+                "max_model_len": reach, "default_sampling_params": self.sampling,
+                "parent": self.name if name.partition("@")[0] in self.llm.loras else None}  # fmt: skip
 
     def cancel_all(self) -> None:
         """Drop everything, at the end of a shutdown's patience."""
@@ -187,11 +191,17 @@ class Service:
         self.sleeper.enter()
         try:
             await self.sleeper.awake()
-            named = await self.engine.between(lambda: self.llm.revise(recipes))
+            await self.engine.between(lambda: self.llm.revise(recipes))
         finally:
             self.sleeper.leave()
+        self.rename()
+
+    def rename(self) -> None:
+        """What clients may say from now on: the recipes and adapters that there are now."""
+        named = {public: recipe for public, recipe in self.llm.named.items() if public}
+        names = _names(self.name, named, self.llm.loras)
         self.names.clear()
-        self.names |= _names(self.name, named)
+        self.names |= names
 
     # ---- what other endpoints share
     async def order_chat(self, ask: ChatAsk) -> GenerationRequest:
@@ -212,6 +222,7 @@ class Service:
                 exchange.permit(name or self.name)
             return recipe
         has = f"this server has {self.name!r}" if len(self.names) == 1 else near(str(name), self.names)
+        has = self._without(str(name)) or has
         raise ApiError(404, f"there is no model {name!r}; {has}", "model", "model_not_found")
 
     async def prompt(self, ask: ChatAsk) -> Prompt:
@@ -361,6 +372,11 @@ class Service:
         if bad is not None:
             raise ApiError(400, f"{param}: token id {bad} is outside the vocabulary of {vocab}", param, "invalid_value")
 
+    def _without(self, name: str) -> str:
+        """Why an adapter cannot be had with a recipe; "" where `name` is no such thing."""
+        adapter, _, recipe = name.partition("@")
+        return self.llm.loras.known(adapter).refused.get(recipe, "") if adapter in self.llm.loras else ""
+
     async def _worker(self, size: int, work: Callable[[], T]) -> T:
         return work() if size < INLINE else await asyncio.to_thread(work)
 
@@ -395,8 +411,15 @@ def _sampling(llm: LLM, chosen: str) -> dict[str, Any]:
     return generation.recommended(files.generation(), files.path / generation.FILE)
 
 
-def _names(model: str, recipes: Mapping[str, str]) -> dict[str, str]:
-    return {model: ""} | {f"{model}@{name}": recipe for name, recipe in recipes.items()}
+def _names(model: str, recipes: Mapping[str, str], loras: Adapters) -> dict[str, str]:
+    """Raises UserError for an adapter that is called like the model."""
+    found = {model: ""} | {f"{model}@{name}": recipe for name, recipe in recipes.items()}
+    for lora in loras:
+        own = {f"{lora}@{name}" if name else lora: recipe for name, recipe in loras.known(lora).named.items()}
+        if not own.keys().isdisjoint(found):
+            raise UserError(f"the adapter {lora!r} is called like the model: give it another name")
+        found |= own
+    return found
 
 
 def _characters(content: str | Sequence[Mapping[str, str]]) -> int:

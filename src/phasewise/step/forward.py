@@ -58,14 +58,14 @@ class OpenStep:
         for entry in entries:
             groups.setdefault(id(entry.span.plan), (entry.span.plan, []))[1].append(entry)
         self._groups = list(groups.values())
-        tuned = [entry for entry in entries if entry.span.phase.delta is not None]
+        tuned = [entry for entry in entries if entry.span.delta is not None]
         self.deltas = self._deltas(tuned, whole=len(tuned) == len(entries)) if tuned else None
 
     def _deltas(self, tuned: list[_Entry], whole: bool) -> Deltas:
         """Which rows of the next call run with which low-rank weights; `whole`: every row has some."""
         groups: dict[int, tuple[Delta, list[int]]] = {}
         for entry in tuned:
-            delta = entry.span.phase.delta
+            delta = entry.span.delta
             assert delta is not None
             groups.setdefault(id(delta), (delta, []))[1].extend(range(entry.at.start, entry.at.stop))
         if whole and len(groups) == 1:

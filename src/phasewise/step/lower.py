@@ -198,9 +198,9 @@ def _layout(span: Span, stack: Stack) -> ContiguousView | Unlowered:
 
 def _everything(span: Span, flat: ContiguousView, windows: Sequence[int]) -> StackSpan | Unlowered:
     """The span's rows reading everything before them, or why kernels cannot do that."""
-    phase, sees = span.phase, span.sees
-    tuned = None if phase.delta is None else phase.delta.table(span.walk or range(len(flat.layers)))
-    if phase.delta is not None and tuned is None:
+    delta, sees = span.delta, span.sees
+    tuned = None if delta is None else delta.table(span.walk or range(len(flat.layers)))
+    if delta is not None and tuned is None:
         return Unlowered("low-rank weights are no table of the kernels")
     seats = None
     if windows:  # they are counted in positions, where slots are meant

@@ -52,6 +52,7 @@ class Phase:
     skip: Skip | None = None
     holds: Callable[[Request], bool] | None = None  # whether a request is in it; None = all that are in none before it
     whole: bool = False  # prompts come in one piece, whatever a scheduler gives (`Traits.whole_prompts`)
+    adapted: bool = True  # its rows run with the adapter of their request, as those of a second model do not
 
     # ---- what rows read
     def plan(self, span: Span) -> AttentionPlan:
@@ -69,7 +70,7 @@ class Phase:
     # ---- which layers run, and with which weights
     @cached_property
     def delta(self) -> Delta | None:
-        """Low-rank weights that the rows of this phase, and no others, run with."""
+        """Low-rank weights that a method of this phase brings for its rows."""
         acting = (method.delta for method in (self.skip, self.attend, self.evict) if method is not None)
         return next((delta for delta in acting if delta is not None), None)
 

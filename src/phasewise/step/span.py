@@ -11,6 +11,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from phasewise.kv.cache import KV
+    from phasewise.model.lowrank import Delta
     from phasewise.request.request import Request
     from phasewise.step.phase import Phase
     from phasewise.step.plan import AttentionPlan
@@ -89,6 +90,12 @@ class Span:
         """True if all of its rows run the layers of `walk`."""
         skip = self.phase.skip
         return skip is None or skip.walk_of(self) is not None
+
+    @property
+    def delta(self) -> Delta | None:
+        """Low-rank weights that its rows run with: those of a method of its phase, else of the request's adapter."""
+        own = self.phase.delta
+        return self.request.lora if own is None and self.phase.adapted else own
 
     @property
     def single(self) -> bool:

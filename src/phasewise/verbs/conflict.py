@@ -66,6 +66,15 @@ def _low_rank(one: Traits, other: Traits) -> str | None:
     return None
 
 
+def _base(one: Traits, other: Traits) -> str | None:
+    if one.base_alone and other.verb == "lora":
+        return (
+            f"{one.label} was trained for the base model's KV, which {other.label} changes: choose another "
+            f"{one.verb} method, or leave the adapter out"
+        )
+    return None
+
+
 def _injected(one: Traits, other: Traits) -> str | None:
     if not one.injects_kv or other.accepts_injected:
         return None
@@ -101,5 +110,5 @@ def _blocks(one: Traits, other: Traits) -> str | None:
 
 
 RULES: tuple[Callable[[Traits, Traits], str | None], ...] = (
-    _slots, _brought, _recomputed, _deferred, _pieces, _low_rank, _injected, _blocks,
+    _slots, _brought, _recomputed, _deferred, _pieces, _low_rank, _base, _injected, _blocks,
 )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -68,6 +68,11 @@ class Placed(Protocol):
         ...
 
     @property
+    def lora_bytes(self) -> int:
+        """The part of the KV budget that adapters take, in all engines together."""
+        ...
+
+    @property
     def workers(self) -> dict[str, int]:
         """The number of workers of each role that are alive and ready; empty if all runs in one engine."""
         ...
@@ -99,6 +104,11 @@ class Placed(Protocol):
     def learn(self, recipes: Mapping[str, Mapping[str, Any]]) -> None:
         """Recipes by name, each a method per verb, that requests may name from now on beside those there are: all or
         none. Raises UserError where they do not fit."""
+        ...
+
+    def forget(self, recipes: Collection[str]) -> None:
+        """Requests name these recipes no more, which others than the engine's own are; those under way keep them. What
+        they alone have, adapters and cached prompts, is freed behind the last."""
         ...
 
     def check(self, request: Request) -> None:

@@ -37,6 +37,7 @@ class Traits:
     defers_tokens: bool = False  # skip: skipped tokens re-enter a layer later, beside the only new row of a request
     recomputes: bool = False  # attend: decoded rows are computed once more, from all rows before them
     low_rank: bool = False  # its rows run with low-rank weights
+    base_alone: bool = False  # what it was trained with is the base model's KV, which an adapter would change
     packs_blocks: bool = False  # store: finished rows are packed in blocks
     own_wire: bool = False  # store: rows may travel between engines in a form of their own
     ranks_rows: bool = False  # store: blocks are packed by how much attention their rows get

@@ -78,7 +78,8 @@ class Augment(Method):
         if not self.latents:
             return then
         drafts = 1 if then.single_rows else max(MARGIN, then.margin)
-        return replace(then, brings=SHARED, added_rows=self.latents, single_rows=False, margin=self.latents + drafts)
+        said = replace(then, brings=SHARED, added_rows=self.latents, base_alone=True)
+        return replace(said, single_rows=False, margin=self.latents + drafts)
 
     def bind(self, host: Host) -> Any:
         if not self.latents:

@@ -107,7 +107,7 @@ class C2C(Method):
     @property
     def traits(self) -> Traits:
         then: Traits = self.then.traits
-        return then if self.gates == "closed" else replace(then, injects_kv=True)
+        return then if self.gates == "closed" else replace(then, injects_kv=True, base_alone=True)
 
     def bind(self, host: Host) -> Any:
         if self.gates == "closed":

@@ -107,7 +107,8 @@ class KVPrediction(Method):
     @property
     def traits(self) -> Traits:
         then: Traits = self.then.traits
-        return replace(then, injects_kv=True, sparse_prompts=True, shares_prefix=False, plain_prompts=False)
+        said = replace(then, injects_kv=True, base_alone=True, sparse_prompts=True)
+        return replace(said, shares_prefix=False, plain_prompts=False)
 
     def bind(self, host: Host) -> Predicting:
         aux = self._auxiliary(host)

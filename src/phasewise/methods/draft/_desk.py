@@ -70,7 +70,7 @@ class Desk:
         self.tells = tells
         self.sample = catalog.build("sample", sample)
         store = Store(kv_shapes(model), Raw(), ledger=Ledger(UNBOUNDED), counters=Counters())
-        nobody = Phase(NAME, decode=None, attend=Dense())  # type: ignore[arg-type]  # nobody decodes with it
+        nobody = Phase(NAME, decode=None, attend=Dense(), adapted=False)  # type: ignore[arg-type]  # nobody decodes
         self.companion = Companion(NAME, model, store, nobody, Counters())
         self.texts: dict[int, Request] = {}
 

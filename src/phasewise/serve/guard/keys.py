@@ -11,6 +11,7 @@ max_n = 4                       # answers of one request
 timeout = 60                    # seconds that a request may take
 models = ["smollm2@fast"]       # names as /v1/models lists them; without it, all
 metrics = true                  # may read /metrics
+loras = true                    # may load and unload adapters, where --lora-dir lets anybody
 priority = -10                  # its requests go before those of larger ones (0); each may ask to go later
 
 The keys themselves are nowhere: only their hashes are kept.
@@ -45,7 +46,7 @@ DIGEST = re.compile(r"[0-9a-f]{64}")
 RATES = ("requests_per_minute", "tokens_per_minute", "concurrent")
 CAPS = ("max_prompt", "max_n", "max_tokens")
 FIRST_LAST = 1000  # a priority lies between this below and above 0
-FIELDS = ("sha256", "models", "metrics", "timeout", "priority", *RATES, *CAPS)
+FIELDS = ("sha256", "models", "metrics", "loras", "timeout", "priority", *RATES, *CAPS)
 
 
 def new_key() -> tuple[str, str]:
@@ -183,8 +184,9 @@ def _key(name: str, fields: Mapping[str, Any], models: Collection[str] | None) -
     timeout = fields.get("timeout")
     if timeout is not None and not (type(timeout) in (int, float) and 0 < timeout < math.inf):
         raise UserError(f"key {name!r}: timeout = {timeout!r} is not a positive number of seconds")
-    if not isinstance(fields.get("metrics", False), bool):
-        raise UserError(f"key {name!r}: metrics must be true or false")
+    for field in ("metrics", "loras"):
+        if not isinstance(fields.get(field, False), bool):
+            raise UserError(f"key {name!r}: {field} must be true or false")
     priority = fields.get("priority", 0)
     if not (type(priority) is int and -FIRST_LAST <= priority <= FIRST_LAST):
         raise UserError(
@@ -192,6 +194,6 @@ def _key(name: str, fields: Mapping[str, Any], models: Collection[str] | None) -
         )
     return Key(
         name, tuple(map(bytes.fromhex, digests)), **{field: fields.get(field) for field in RATES},
-        caps=Caps(**{field: fields.get(field) for field in CAPS}, timeout=timeout),
+        caps=Caps(**{field: fields.get(field) for field in CAPS}, timeout=timeout), loras=fields.get("loras", False),
         models=None if allowed is None else tuple(allowed), metrics=fields.get("metrics", False), priority=priority,
     )  # fmt: skip

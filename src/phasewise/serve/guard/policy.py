@@ -65,4 +65,5 @@ class ServePolicy:
     allow_templates: bool = False  # requests may bring a chat template of their own
     playground: bool = True  # there is a page at / to try the model with
     generation_config: str = "auto"  # sampling of requests that say nothing: the model's, none, or a file or folder
+    lora_folder: Path | None = None  # adapters may be loaded from here at run time; None: not at all
     stored_bytes: int = 64 << 20  # of responses that later ones may refer to; the oldest make way

@@ -27,6 +27,7 @@ class Key:
     caps: Caps = UNLIMITED
     models: tuple[str, ...] | None = None
     metrics: bool = False  # whether it may read /metrics
+    loras: bool = False  # whether it may load and unload adapters
     priority: int = 0  # of its requests, before what they ask for themselves
 
 

@@ -11,7 +11,8 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from phasewise.llm import AGAIN
+from phasewise.adapters import AGAIN
+from phasewise.engine.lora import Lora
 from phasewise.recipes import DEFAULT
 from phasewise.serve.loop import OutputStream, Snapshot
 
@@ -89,8 +90,8 @@ class Metrics(Collector):
     """The metrics of `/metrics`. Where there are recipes, what is counted of requests has a label `recipe`: its name,
     or "default" for requests that name none."""
 
-    def __init__(self, kv_limit: int, recipes: Sequence[str] = ()) -> None:
-        self.kv_limit = kv_limit
+    def __init__(self, kv_limit: int, recipes: Sequence[str] = (), loras: Mapping[str, Lora] | None = None) -> None:
+        self.kv_limit, self._loras = kv_limit, {} if loras is None else loras
         self.snapshot = Snapshot()
         self.errors: Counter[int] = Counter()  # HTTP errors by status
         self.tallies = {name: Tally() for name in ("", *recipes)}
@@ -137,6 +138,9 @@ class Metrics(Collector):
         for name, number in now.tiers.items():
             kind = GaugeMetricFamily if name.endswith("_held") else CounterMetricFamily
             yield kind(f"phasewise_kv_{name}", f"Of KV below the budget: `{name}` (docs/kv.md)", number)
+        ranks = GaugeMetricFamily("phasewise_lora_rank", "Adapters that are loaded: the rank of each", labels=["lora"])
+        yield _labelled(ranks, {name: lora.rank for name, lora in self._loras.items()})
+        yield GaugeMetricFamily("phasewise_lora_bytes", "The part of the KV budget that adapters take", now.lora_bytes)
         yield GaugeMetricFamily("phasewise_kv_limit_bytes", "The KV budget, prefix cache included", self.kv_limit)
 
     def _of_requests(self) -> Iterator[Metric]:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from phasewise.llm import AGAIN
+from phasewise.adapters import AGAIN
 
 if TYPE_CHECKING:
     from phasewise.serve.loop import OutputStream
