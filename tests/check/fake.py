@@ -81,7 +81,7 @@ class Fake:
             "alone": known and next(self.calls) % 2, "batch": crowd, "prefix": known, "shorter": count < 20,
             "drafts": "@" in body["model"], "mates draw": crowd and bool(drawn), "choices": index == 1,
         }  # fmt: skip
-        if odd.get(self.flaw):
+        if odd.get(self.flaw) and count > 2:
             said[2] = " odd"
         return said
 

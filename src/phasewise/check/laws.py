@@ -36,6 +36,13 @@ class Asked:
             said.append(f"The {first} {draw.choice(VERBS)} the {second} by the {third}.")
         return " ".join(said) + " The"
 
+    async def known(self, sentences: int = 4) -> str:
+        """A text that has been asked about once, so that whatever is cached of it is there each time: laws that are not
+        about caches hold however cached rows round."""
+        prompt = self.prompt(sentences)
+        await self.client.complete(prompt, 1)
+        return prompt
+
     async def greedy(self, prompt: str, **fields: Any) -> ReplyChoice:
         return (await self.client.complete(prompt, self.tokens, **fields)).only
 
@@ -71,14 +78,14 @@ def _at(tokens: Sequence[str], at: int) -> str:
 
 # ---- greedy answers
 async def alone(asked: Asked) -> None:
-    prompt = asked.prompt()
+    prompt = await asked.known()
     first = await asked.greedy(prompt)
     for number in range(2, ROUNDS + 1):
         same(first, await asked.greedy(prompt), f"the first answer and number {number}")
 
 
 async def batch(asked: Asked) -> None:
-    prompts = [asked.prompt(sentences) for sentences in range(1, asked.mates + 1)]
+    prompts = [await asked.known(sentences) for sentences in range(1, asked.mates + 1)]
     single = [await asked.greedy(prompt) for prompt in prompts]
     for number in range(1, ROUNDS + 1):
         order = asked.random.sample(range(len(prompts)), len(prompts))
@@ -88,6 +95,9 @@ async def batch(asked: Asked) -> None:
 
 
 async def prefix(asked: Asked) -> None:
+    for sentences in (2, 4, 8, 16):
+        prompt = asked.prompt(sentences)
+        same(await asked.greedy(prompt), await asked.greedy(prompt), "a new prompt, and the same one again")
     short = asked.prompt(12)
     long, sibling = f"{short} {asked.prompt(6)}", f"{short} {asked.prompt(6)}"
     cold = await asked.greedy(long)
@@ -100,7 +110,7 @@ async def prefix(asked: Asked) -> None:
 
 
 async def shorter(asked: Asked) -> None:
-    prompt = asked.prompt()
+    prompt = await asked.known()
     whole = await asked.greedy(prompt)
     few = max(1, asked.tokens // 3)
     part = (await asked.client.complete(prompt, few)).only
@@ -110,22 +120,24 @@ async def shorter(asked: Asked) -> None:
 
 
 async def streamed(asked: Asked) -> None:
-    prompt = asked.prompt()
+    prompt = await asked.known()
     whole = await asked.greedy(prompt)
     same(whole, (await asked.client.stream(prompt, asked.tokens)).only, "whole and streamed")
 
 
 async def chats(asked: Asked) -> None:
     content = asked.prompt()
+    await asked.client.chat(content, 1, False)
     whole, stream = [(await asked.client.chat(content, asked.tokens, way)).only for way in (False, True)]
     same(whole, stream, "a chat, whole and streamed")
 
 
 async def drafts(asked: Asked) -> None:
-    name, prompt = asked.client.model, asked.prompt()
+    name = asked.client.model
     recipes = [each for each in asked.models if each.startswith(f"{name}@")]
     if not recipes:
         raise Skipped("the server lists no other way to answer as this model (phasewise: MODEL@RECIPE)")
+    prompt = await asked.known()
     first, held = await asked.greedy(prompt), 0
     for recipe in recipes:
         try:
@@ -140,7 +152,7 @@ async def drafts(asked: Asked) -> None:
 
 # ---- draws
 async def seeds(asked: Asked) -> None:
-    prompt, drawn = asked.prompt(), {"temperature": 1, "top_p": 1}
+    prompt, drawn = await asked.known(), {"temperature": 1, "top_p": 1}
     numbers = [asked.random.randrange(1 << 31) for _ in range(4)]
     first = [await asked.greedy(prompt, seed=number, **drawn) for number in numbers]
     crowd = (asked.greedy(asked.prompt(), seed=1, **drawn) for _ in range(asked.mates))
@@ -152,7 +164,7 @@ async def seeds(asked: Asked) -> None:
 
 
 async def several(asked: Asked) -> None:
-    prompt = asked.prompt()
+    prompt = await asked.known()
     single = await asked.greedy(prompt)
     answer = await asked.client.complete(prompt, asked.tokens, n=3)
     _count(answer, 3)
@@ -188,7 +200,7 @@ async def argmax(asked: Asked) -> None:
 
 
 async def stops(asked: Asked) -> None:
-    prompt = asked.prompt()
+    prompt = await asked.known()
     whole = await asked.greedy(prompt)
     middle = len(whole.text) // 2
     stop = next((s for at in range(middle, 0, -1) if "\ufffd" not in (s := whole.text[at : at + STOP])), "")
@@ -206,7 +218,7 @@ async def stops(asked: Asked) -> None:
 
 
 async def echoed(asked: Asked) -> None:
-    prompt = asked.prompt()
+    prompt = await asked.known()
     plain = await asked.greedy(prompt)
     both = await asked.greedy(prompt, echo=True, logprobs=1)
     if both.text != prompt + plain.text:
