@@ -38,7 +38,7 @@ def fuzz(url: str, cases: int, start: int = 0) -> Counter[tuple[str, int]]:
     operations = [result.ok() for result in schema.get_all_operations()]
     seen: Counter[tuple[str, int]] = Counter()
     plan = [(op, GenerationMode.POSITIVE) for op in operations]
-    plan += [(op, GenerationMode.NEGATIVE) for op in operations if op.method == "post"]
+    plan += [(op, GenerationMode.NEGATIVE) for op in operations if op.method == "post" and len(op.body)]
     posts = sum(op.method == "post" for op, _ in plan)
     for operation, mode in plan:
         wanted = cases // posts if operation.method == "post" else max(1, cases // 100)

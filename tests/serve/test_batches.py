@@ -184,6 +184,7 @@ def test_a_server_killed_at_any_time_goes_on_and_does_nothing_twice(tmp_path: Pa
     assert {i: answers[i]["id"] for i in before} == before, "a finished line was done again"
 
 
+@pytest.mark.thorough  # a server of its own
 def test_a_cancelled_batch_keeps_what_is_finished(tmp_path: Path) -> None:
     text = "".join(line(f"n{i}", max_tokens=16, ignore_eos=True) for i in range(40))
     with Server(batches=policy(tmp_path, running=2), faults={"pause": 0.01}) as server:
