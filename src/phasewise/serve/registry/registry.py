@@ -164,7 +164,7 @@ class ModelRegistry:
                 raise UserError(SHUTDOWN)  # nobody waits for the rest of it
             slot.fraction = max(slot.fraction, fraction)  # a second model's weights begin at 0 again
 
-        let_go()  # what is packed now shares no block with other models
+        _collect()  # what a load that failed has left; and what is packed now shares no block with other models
         entered = LOADING.set(told)
         try:
             return slot.entry.load()
