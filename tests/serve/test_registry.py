@@ -135,8 +135,8 @@ def test_a_wrong_request_that_waited_in_a_stream_is_told_in_it(slow: ManyServer)
 
 
 def test_a_model_with_requests_is_not_unloaded(tmp_path: Path) -> None:
-    with ManyServer(tmp_path, "one", "two", limit=1.5, wait=0.3) as server:
-        text(server, "one")
+    with ManyServer(tmp_path, "one", "two", limit=1.5, wait=0.3, one={"preload": True}) as server:
+        eventually(lambda: server.states()["one"] == "ready")
         long = {"model": "one", "max_tokens": 600, "stream": True, "prompt": "the", "ignore_eos": True}
         with server._http.stream("POST", f"{server.url}/v1/completions", content=json.dumps(long)) as answer:
             lines = answer.iter_lines()
