@@ -278,8 +278,10 @@ class Many:
         assert self.models is not None
         from phasewise.cli.served_models import SharedOptions, entries
 
-        found = entries(self.models, SharedOptions(engine, named, policy, slo))
         limit = parse_bytes(self.models_memory) if self.models_memory else memory() * 3 // 4
+        if engine.kv_bytes is None:  # what suits one model alone would leave no room for others
+            engine = replace(engine, kv_bytes=str(min(engine.limits().budget, limit // 4)))
+        found = entries(self.models, SharedOptions(engine, named, policy, slo))
         try:
             from phasewise.serve.registry.app import run_models
         except ImportError as error:
