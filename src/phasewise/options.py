@@ -21,7 +21,7 @@ DEFAULTS = {
     "evict": "none",
     "store": "slab",
     "skip": "all",
-    "sample": "grammar",
+    "sample": "grammar+budget_forcing",
 }
 CLUSTERS = ("auto", "inline", "processes", "ray")
 WITH_DRAFT = {"decode": "speculative"}  # defaults once a drafter is chosen

@@ -87,7 +87,9 @@ def entries(kind: str | None = None) -> list[Entry]:
 
     kinds = catalog.VERBS if kind is None else [kind]
     return [
-        Entry(k, name, catalog.method(k, name), DEFAULTS.get(k) == name) for k in kinds for name in catalog.names(k)
+        Entry(k, name, catalog.method(k, name), name in DEFAULTS.get(k, "").split("+"))
+        for k in kinds
+        for name in catalog.names(k)
     ]
 
 

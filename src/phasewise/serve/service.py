@@ -234,7 +234,8 @@ class Service:
         size = sum(_characters(message["content"]) for message in ask.messages)
         self._fits(size, ask, "messages")
         held = ask.tools and (strict(ask.tools) or ask.tool_choice not in (None, "auto", "none") or ask.structure())
-        return await self._worker(INLINE if held else size, work)  # a grammar may take long
+        slow = held or ask.budget() is not None  # a grammar may take long, and so does reading the vocabulary once
+        return await self._worker(INLINE if slow else size, work)
 
     async def read(self, kind: type[A], request: Request) -> A:
         """The body of a request."""

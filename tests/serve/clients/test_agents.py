@@ -11,6 +11,7 @@ import pytest
 
 from phasewise.serve.completions.fields import CHAT_REFUSED, HARMLESS
 from phasewise.serve.completions.schema import ChatAsk
+from phasewise.serve.failures import ApiError
 from phasewise.serve.messages.ask import HARMLESS as MESSAGES_HARMLESS
 from phasewise.serve.messages.ask import REFUSED as MESSAGES_REFUSED
 from phasewise.serve.messages.ask import MessagesAsk, forget
@@ -174,6 +175,16 @@ def test_hints_reach_the_template() -> None:
     assert shown(reasoning_effort="low", verbosity="high") == {"reasoning_effort": "low", "verbosity": "high"}
     assert shown(reasoning_effort="none") == {"reasoning_effort": "none", "enable_thinking": False}
     assert shown(thinking_token_budget=64) == {"thinking_budget": 64}
+    for same in ({"thinking_budget": 64}, {"reasoning": {"max_tokens": 64}}):
+        assert shown(**same, thinking_token_budget=64) == shown(**same) == {"thinking_budget": 64}
+    assert shown(reasoning={"effort": "low"}) == {"reasoning_effort": "low"}
+    assert shown(reasoning={"enabled": False}) == {"thinking_budget": 0, "enable_thinking": False}
+    for wrong in ({"max_tokens": -1}, {"max_tokens": 2**63}, {"max_tokens": True}, {"enabled": 1}, {"effort": "some"},
+                  {"exclude": True}, {"enabled": False, "max_tokens": 5}):  # fmt: skip
+        with pytest.raises(ApiError, match="reasoning: "):
+            shown(reasoning=wrong)
+    with pytest.raises(ApiError, match="thinking_budget give different budgets"):
+        shown(thinking_token_budget=64, thinking_budget=65)
     own = {"enable_thinking": True, "reasoning_effort": "high"}
     assert shown(reasoning_effort="none", chat_template_kwargs=own) == own
 

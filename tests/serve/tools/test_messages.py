@@ -117,14 +117,24 @@ def test_tokens_are_counted_before(hermes: Server) -> None:
 
 def test_thinking_can_be_left_out(thinking: Server) -> None:
     body = asked("<think>a</think>b")
-    assert told(client(thinking).messages.create(**body, thinking={"type": "disabled"}))
-    with pytest.raises(anthropic.BadRequestError, match="budget of 100 tokens cannot be held"):
-        client(thinking).messages.create(**body, thinking={"type": "enabled", "budget_tokens": 100})
-    bound = {"type": "enabled", "budget_tokens": 199}  # of 200: what is left holds no answer
+    assert told(client(thinking).messages.create(**body, thinking={"type": "disabled"}))[-1]["text"].endswith("b")
+    bound = {"type": "enabled", "budget_tokens": 199}  # of 200: more than it thinks
     assert told(client(thinking).messages.create(**body, thinking=bound))[0]["thinking"] == "a"
     called = asked(CALL, tools=[WEATHER], tool_choice={"type": "any", "disable_parallel_tool_use": True})
     budget = {"type": "enabled", "budget_tokens": 100}  # there is no reasoning before a call that has to be
     assert told(client(thinking).messages.create(**called, thinking=budget)) == [USE]
+
+
+@pytest.mark.parametrize("budget", [1, 7])
+def test_a_budget_ends_the_thinking(thinking: Server, budget: int) -> None:
+    """The model would think for longer; its words go on behind the tag, where they are the answer."""
+    body = asked(f"<think>{'1234567890' * 6}", thinking={"type": "enabled", "budget_tokens": budget})
+    whole, part = client(thinking).messages.create(**body), streamed(thinking, **body)
+    for message in (whole, part):
+        thought, text = told(message)
+        assert thought["thinking"] == "1234567890"[:budget] and text["text"].startswith(tuple("1234567890"))
+        assert len(text["text"]) > 30 and "</think>" not in text["text"]
+    assert told(whole) == told(part)
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

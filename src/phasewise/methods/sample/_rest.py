@@ -13,6 +13,11 @@ from phasewise.verbs.host import Host
 from phasewise.verbs.sample import Context, Dist, Sample
 
 
+def both(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """The tokens that two masks (`Sample.among`) allow, int32 [V / 32]; None: all."""
+    return one & other if one is not None and other is not None else other if one is None else one
+
+
 class Chained(Sample):
     """It forwards everything to `then`, the runtime of `method`; who inherits from it changes some."""
 

@@ -18,7 +18,7 @@ from phasewise.catalog import part
 from phasewise.errors import Unanswerable, UserError
 from phasewise.methods.sample._grammars import AROUND, KINDS, REASONING, Compiled, Grammars, grammars_of, reason
 from phasewise.methods.sample._reasoning import ReasoningTags
-from phasewise.methods.sample._rest import Chained
+from phasewise.methods.sample._rest import Chained, both
 from phasewise.methods.sample._rules import goes_on
 from phasewise.methods.sample._words import Bits, Words, has, words_of
 from phasewise.ops.sampling import barred
@@ -234,7 +234,7 @@ class _Grammar(Chained):
         if not any(asked):
             return self.then.among(contexts)
         masks = [self._of(GrammarState.counts, context) if mine else None for mine, context in zip(asked, contexts)]
-        return [_both(*pair) for pair in zip_longest(masks, self.then.among(contexts))]
+        return [both(*pair) for pair in zip_longest(masks, self.then.among(contexts))]
 
     def __call__(self, logits: Tensor, contexts: Sequence[Context]) -> Dist:
         self._exclude(logits, contexts)
@@ -275,7 +275,7 @@ class _Grammar(Chained):
         if not _asked(request.params):
             return self.then.sure(request)
         self._wait()
-        return self._line(request).sure(request.params)
+        return self._line(request).sure(request.params) or self.then.sure(request)
 
     def exclude(self, logits: Tensor, contexts: Sequence[Context]) -> None:
         self._exclude(logits, contexts)
@@ -323,10 +323,6 @@ class _Grammar(Chained):
             line = request.state[NAME] = GrammarState(compiled, words, request.prompt_len, tags, begins)
         line.roll(request)
         return line
-
-
-def _both(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    return one & other if one is not None and other is not None else other if one is None else one
 
 
 def _asked(params: Params) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from phasewise.errors import UserError
 from phasewise.llm import LLM
+from phasewise.methods.sample.budget_forcing import ASK
 from phasewise.model.chat import ClientTemplate
 from phasewise.serve.completions.schema import ChatAsk
 from phasewise.serve.completions.structured import OPENAI, Wanted
@@ -22,6 +23,7 @@ from phasewise.serve.tools.forced import grammar, held
 from phasewise.serve.tools.formats import TOOL_FORMATS, check
 from phasewise.serve.tools.optional import grammar as optional
 from phasewise.serve.tools.reader import ParserOptions
+from phasewise.serve.tools.reasoning import Tags
 from phasewise.serve.tools.spelling import Spelling
 from phasewise.serve.tools.template import TemplateTools, look
 
@@ -72,7 +74,6 @@ class ChatRenderer:
             raise ApiError(400, str(error), param) from error
         tags = self.shown.tags
         opened = tags is not None and text.rstrip().endswith(tags.open)
-        _check_budget(ask, tags is not None and not must, self._llm.template.sources)
         closed = opened and ask.silent() and not must  # by what the prompt ends with: there is no reasoning to hold
         format = self.shown.format if tools else None
         words = [*(format.tokens if format else ()), *((tags.open, tags.close) if tags else ())]
@@ -101,10 +102,12 @@ class ChatRenderer:
         goes_on = bool(ask.continue_final_message or lead or (must and asks) or ask.structure())
         if not tools and tags is None:
             return Prompt(ids, begins=not goes_on)
+        alone, ends = bool(must), single and (asks is None or not must)  # a grammar of calls alone ends by itself
+        if tags is not None and not must and not closed:
+            asks = {**(asks or {}), **_budget(ask, tags, opened, why)} or None
         schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
-        ends = single and (asks is None or not must)  # a grammar of calls alone ends by itself
         manner = ParserOptions(format, frozenset(schemas), tags, opened, ends, schemas, exact)
-        return Prompt(ids, lead, manner, frozenset(ids_of.values()), asks, alone=bool(must), begins=not goes_on)
+        return Prompt(ids, lead, manner, frozenset(ids_of.values()), asks, alone, begins=not goes_on)
 
     def _forced(
         self, must: Sequence[Mapping[str, Any]], single: bool, spell: Spelling, why: Why
@@ -140,18 +143,20 @@ class ChatRenderer:
                            "tools", "unsupported_parameter")  # fmt: skip
 
 
-def _check_budget(ask: ChatAsk, reasons: bool, sources: Mapping[str, str]) -> None:
-    """Raise ApiError for a bound on reasoning that could change the answer: nothing counts the tokens of reasoning.
-
-    It cannot where the model does not reason or has to call a tool, where the template tells it the budget, where
-    there is to be no reasoning at all, and where the answer may have hardly more tokens than the budget.
-    """
-    budget, limit = ask.thinking_token_budget, ask.limit()
-    told = any("thinking_budget" in text for text in sources.values())
-    if not budget or not reasons or told or (limit is not None and limit <= budget + 1):
-        return
-    raise ApiError(400, f"a thinking budget of {budget} tokens cannot be held with this model: leave it out, or give "
-                   "it all of the answer's tokens", "thinking_token_budget", "unsupported_parameter")  # fmt: skip
+def _budget(ask: ChatAsk, tags: Tags, opened: bool, why: Why) -> dict[str, Any]:
+    """What is asked (`Params.ask`) for reasoning to end with its budget. Raises ApiError where nothing ends it and a
+    budget was named."""
+    budget = ask.budget()
+    if budget is None:
+        return {}
+    asked = {ASK: {"open": tags.open, "close": tags.close, "opened": opened, "tokens": budget}}
+    reason = why(asked)
+    if reason is None:
+        return asked
+    if not budget:
+        return {}  # as far as the template can leave reasoning out
+    raise ApiError(400, f"a thinking budget of {budget} tokens cannot be held: {reason}", "thinking_token_budget",
+                   "unsupported_parameter")  # fmt: skip
 
 
 def _check_both(answer: Wanted, tools: Sequence[Mapping[str, Any]], must: Sequence[Mapping[str, Any]]) -> None:

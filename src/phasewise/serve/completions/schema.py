@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -35,6 +35,7 @@ Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Output = Annotated[int, BeforeValidator(_unlimited), Field(ge=1, le=AS_MANY_AS_FIT, description="-1: as many as fit")]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Top = Annotated[int, Field(ge=0, le=MOST_LOGPROBS)]
+Budget = Annotated[int, Field(ge=0, le=AS_MANY_AS_FIT)]
 Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -294,8 +295,10 @@ class ChatAsk(Ask):
         None, description="none: no reasoning, where the template can leave it out; others reach the template"
     )
     verbosity: Literal["low", "medium", "high"] | None = Field(None, description="reaches the template")
-    thinking_token_budget: Annotated[int, Field(ge=0, le=AS_MANY_AS_FIT)] | None = Field(
-        None, description="the most tokens of reasoning; refused where it would have to be held and cannot be"
+    thinking_token_budget: Budget | None = Field(None, description="the most tokens of reasoning, which then ends")
+    thinking_budget: Budget | None = Field(None, description="the same, as other clients name it")
+    reasoning: dict[str, Any] | None = Field(
+        None, description="effort, enabled, and max_tokens, the same as thinking_token_budget"
     )
 
     @model_validator(mode="after")
@@ -305,6 +308,20 @@ class ChatAsk(Ask):
         if self.continue_final_message and self.add_generation_prompt:
             either = "continue_final_message and add_generation_prompt exclude each other: leave one out"
             raise ApiError(400, either, "continue_final_message", "invalid_value")
+        return self
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> Self:
+        """What `thinking_budget` and `reasoning` say becomes `thinking_token_budget` and `reasoning_effort`."""
+        said = {"thinking_token_budget": self.thinking_token_budget, "thinking_budget": self.thinking_budget}
+        if self.reasoning is not None:
+            said["reasoning"] = reasoning_budget(self.reasoning)
+            self.reasoning_effort = self.reasoning.get("effort") or self.reasoning_effort
+        given = {name: value for name, value in said.items() if value is not None}
+        if len(set(given.values())) > 1:
+            raise ApiError(400, f"{' and '.join(given)} give different budgets: leave one out", [*given][-1],
+                           "invalid_value")  # fmt: skip
+        self.thinking_token_budget = next(iter(given.values()), None)
         return self
 
     def variables(self) -> dict[str, Any]:
@@ -328,6 +345,11 @@ class ChatAsk(Ask):
     def silent(self) -> bool:
         """True if the answer is to come without reasoning."""
         return self.reasoning_effort == "none" or self.thinking_token_budget == 0
+
+    def budget(self) -> int | None:
+        """The most tokens of reasoning; None: as many as the model likes, or the answer may have no more anyhow."""
+        budget, limit = 0 if self.silent() else self.thinking_token_budget, self.limit()
+        return None if budget is None or (limit is not None and limit <= budget) else budget
 
     @field_validator("messages")
     @classmethod
@@ -359,6 +381,27 @@ class ChatAsk(Ask):
 
     def told(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def reasoning_budget(reasoning: Mapping[str, Any]) -> int | None:
+    """The most tokens of reasoning that a field `reasoning` asks for; None: it says nothing of that. Raises ApiError
+    for what it may not have, and for an effort that is none."""
+    known = ("effort", "max_tokens", "enabled", "summary", "generate_summary")
+    other = next((name for name, value in reasoning.items() if name not in known and value is not None), None)
+    if other is not None:  # reasoning is told whole, which leaves nothing to sum up
+        raise ApiError(400, f"reasoning: {other} is not supported here; leave it out", "reasoning",
+                       "unsupported_parameter")  # fmt: skip
+    effort, budget, enabled = (reasoning.get(name) for name in ("effort", "max_tokens", "enabled"))
+    if effort is not None and effort not in get_args(Effort):
+        raise ApiError(400, f"reasoning: effort must be one of {', '.join(get_args(Effort))}", "reasoning",
+                       "invalid_value")  # fmt: skip
+    if budget is not None and not (type(budget) is int and 0 <= budget <= AS_MANY_AS_FIT):
+        raise ApiError(400, f"reasoning: max_tokens must be a whole number of 0 to {AS_MANY_AS_FIT}", "reasoning",
+                       "invalid_value")  # fmt: skip
+    if not isinstance(enabled, bool | None) or (enabled is False and budget):
+        raise ApiError(400, "reasoning: enabled must be true or false, and not false beside max_tokens", "reasoning",
+                       "invalid_value")  # fmt: skip
+    return 0 if enabled is False else budget
 
 
 A = TypeVar("A", bound=BaseModel)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Self, get_args
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from phasewise.serve.completions.fields import HARMLESS, check
-from phasewise.serve.completions.schema import AS_MANY_AS_FIT, ChatAsk, Effort, in_parts, read
+from phasewise.serve.completions.schema import AS_MANY_AS_FIT, ChatAsk, in_parts, read, reasoning_budget
 from phasewise.serve.completions.structured import wanted
 from phasewise.serve.failures import ApiError
 
@@ -54,7 +54,7 @@ class ResponsesAsk(BaseModel):
     text: dict[str, Any] | None = Field(
         None, description="format: text, json_object, or json_schema with a schema; verbosity: low, medium, high"
     )
-    reasoning: dict[str, Any] | None = Field(None, description="effort; summary: reasoning is told whole")
+    reasoning: dict[str, Any] | None = Field(None, description="effort, max_tokens; summary: reasoning is told whole")
     include: list[str] | None = None
 
     @model_validator(mode="after")
@@ -198,16 +198,7 @@ def _custom(tool: Mapping[str, Any], i: int) -> dict[str, Any]:
 
 def _reasoning(reasoning: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what `reasoning` asks for, as a chat completion says it. Raises ApiError."""
-    known = ("effort", "summary", "generate_summary")  # reasoning is told whole, which leaves nothing to sum up
-    other = next((name for name, value in reasoning.items() if name not in known and value is not None), None)
-    if other is not None:
-        raise ApiError(400, f"reasoning: {other} is not supported here; leave it out", "reasoning",
-                       "unsupported_parameter")  # fmt: skip
-    effort = reasoning.get("effort")
-    if effort is not None and effort not in get_args(Effort):
-        raise ApiError(400, f"reasoning: effort must be one of {', '.join(get_args(Effort))}", "reasoning",
-                       "invalid_value")  # fmt: skip
-    return {} if effort is None else {"reasoning_effort": effort}
+    return {"reasoning_effort": reasoning.get("effort"), "thinking_token_budget": reasoning_budget(reasoning)}
 
 
 def _format(text: Mapping[str, Any]) -> dict[str, Any] | None:
