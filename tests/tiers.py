@@ -53,6 +53,7 @@ THOROUGH: dict[str, tuple[str, ...]] = {
         "engine/test_endless.py::test_twenty_contexts_take_the_memory_of_two",
         "engine/test_engine.py::test_random_load_of_methods",
         "kv/test_beside.py::test_requests_that_crowd_each_other_stay_within_the_budget",
+        "serve/route/test_route_server.py",
         "place/test_disaggregated.py::test_random_load_over_a_bad_link_to_mortal_workers",
         "place/test_push.py::test_random_load_over_a_bad_link_to_mortal_workers",
         "place/test_semi_pd.py::test_a_full_pool_never_stands_still",

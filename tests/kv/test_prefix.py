@@ -15,6 +15,7 @@ from phasewise.kv.prefix import BLOCK, PrefixCache, PrefixTree, chain
 from phasewise.kv.store import Sharing, Store
 from phasewise.request.counters import Counters
 from phasewise.request.request import Request
+from phasewise.serve.route.index import PrefixIndex
 
 HEADS, DIM, LAYERS = 2, 4, 2
 ROW = HEADS * DIM * 2 * 4 * LAYERS  # bytes of one token
@@ -51,6 +52,8 @@ class Requests(RuleBasedStateMachine):
         )
         assert self.store.tree is not None
         self.tree: PrefixTree = self.store.tree
+        self.told = PrefixIndex()
+        self.tree.events.subscribe(self.told.apply)
         self.live: list[Request] = []
 
     @rule(letters=st.lists(st.integers(0, 1), min_size=1, max_size=4), tail=st.sampled_from([0, 0, 1, 7, BLOCK, 40]))
@@ -107,12 +110,24 @@ class Requests(RuleBasedStateMachine):
                 "held with its parents"
             )
 
+    @invariant()
+    def events_tell_all(self) -> None:
+        """Whoever has heard them knows what is cached."""
+        if not hasattr(self, "told"):
+            return
+        for request in self.live:
+            nodes = self.tree.match(request.prompt)
+            assert self.told.cached(request.prompt) == sum(node.rows for node in nodes)
+            for node in nodes:
+                node.release()
+        assert self.told.blocks == len(self.tree.nodes())
+
     def teardown(self) -> None:
         for request in getattr(self, "live", ()):
             request.release()
         if hasattr(self, "store"):
             self.store.prefixes.clear()
-            assert self.ledger.used == self.tree.bytes == 0 and not self.tree.nodes()
+            assert self.ledger.used == self.tree.bytes == 0 and not self.tree.nodes() and not self.told.blocks
 
 
 TestRequests = Requests.TestCase

@@ -13,6 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import ClassVar, Protocol
 
+from phasewise.bench.blocks import Conversations, Mooncake, SharedBlocks, prompts_of
 from phasewise.bench.prompts import Prompts
 from phasewise.catalog import configure
 from phasewise.errors import UserError, near
@@ -143,7 +144,11 @@ class RequestTrace:
         return rows[self.start :]
 
 
-KINDS: dict[str, type] = {"fixed": Fixed, "shared": Shared, "lognormal": Lognormal, "trace": RequestTrace}
+KINDS: dict[str, type] = {
+    "fixed": Fixed, "shared": Shared, "lognormal": Lognormal, "turns": Conversations, "trace": RequestTrace,
+    "mooncake": Mooncake,
+}  # fmt: skip
+RECORDED = {"trace": "FILE.csv", "mooncake": "FILE.jsonl"}  # kinds that need a file, and have times of their own
 
 
 def lengths(text: str) -> Lengths:
@@ -157,10 +162,15 @@ def lengths(text: str) -> Lengths:
         if not equals:
             raise UserError(f"workload {name}: {item!r} is not of the form knob=value")
         knobs[key] = value
-    if name == "trace" and "path" not in knobs:
-        raise UserError("workload trace needs a file: write trace:path=FILE.csv")
+    if name in RECORDED and "path" not in knobs:
+        raise UserError(f"workload {name} needs a file: write {name}:path={RECORDED[name]}")
     made: Lengths = configure(KINDS[name], knobs, f"workload {name}")
     return made
+
+
+def shares(shape: Lengths) -> bool:
+    """True if prompts have something in common."""
+    return shape.prefix > 0 or isinstance(shape, SharedBlocks)
 
 
 def timed(
@@ -203,9 +213,24 @@ def workload(
 ) -> list[Shot]:
     """`n` requests with prompts, as `timed` says."""
     every = timed(shape, n, rate=rate, seed=seed, cv=cv)
+    if isinstance(shape, SharedBlocks):
+        return _of_blocks(shape, every, prompts)
     shared = prompts(shape.prefix) if shape.prefix else []
     own = prompts.piece if shared else prompts
     return [Shot(now, shared + own(length), new, len(shared)) for now, length, new in every]
+
+
+def _of_blocks(shape: SharedBlocks, every: Sequence[tuple[float, int, int]], prompts: Prompts) -> list[Shot]:
+    """Each block has a text of its own; the first one of a prompt begins as every text does."""
+    texts: dict[int, list[int]] = {}
+
+    def text(id: int) -> list[int]:
+        if id not in texts:
+            texts[id] = prompts.piece(shape.tokens_each)
+        return texts[id]
+
+    whole = [begun(tokens, prompts.begin)[: len(tokens)] for tokens in prompts_of(shape, len(every), text)]
+    return [Shot(now, prompt, new) for (now, _, new), prompt in zip(every, whole)]
 
 
 def fit(shots: Sequence[Shot], context: int, begin: Sequence[int] = ()) -> list[Shot]:

@@ -24,6 +24,7 @@ from phasewise.cli import (
     pull,
     report,
     reproduce,
+    route,
     run,
     serve,
     simulate,
@@ -55,6 +56,7 @@ def phasewise(
 
 
 app.command("serve")(serve.serve)
+app.command("route")(route.route)
 app.command("run")(run.run)
 app.command("pull")(pull.pull)
 app.command("batch")(batch.batch)

@@ -28,8 +28,8 @@ class BenchRequests:
         str,
         typer.Option(
             metavar="KIND[:KNOB=VALUE,...]",
-            help="Lengths of requests: lognormal, fixed:prompt=,new=, shared:prefix=,prompt=,new= or "
-            "trace:path=,scale=.",
+            help="Lengths of requests: lognormal, fixed:prompt=,new=, shared:prefix=,prompt=,new=, "
+            "turns:users=,turns=,system=,prompt=,new=, trace:path=,scale= or mooncake:path=,scale=.",
         ),
     ] = "lognormal"
     prompts: Annotated[
@@ -74,7 +74,7 @@ class Arriving:
 
     def of(self, asked: BenchRequests) -> float | None:
         """The rate in requests per second; None: at the trace's own times."""
-        return 1.0 if self.rate is None and not asked.workload.startswith("trace") else self.rate
+        return 1.0 if self.rate is None and not asked.workload.startswith(("trace", "mooncake")) else self.rate
 
 
 @dataclass(frozen=True)

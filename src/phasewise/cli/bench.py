@@ -79,6 +79,7 @@ def load(
       phasewise bench load --rate 4 --schedule prefill_first
       phasewise bench load --rate 8 --place disaggregated --record run.jsonl && phasewise report run.jsonl
       phasewise bench load --url http://127.0.0.1:8000 --workload trace:path=azure.csv,scale=0.1
+      phasewise bench load --url http://127.0.0.1:8080 --workload turns:users=16,turns=6 --requests 96
     """
     engine.check()
     if url is not None and (made := replace(engine, model=DEFAULTS.model).arguments()):
@@ -94,18 +95,25 @@ def load(
         if address is None:
             with working(f"starting a server with {engine.model}"):
                 address = stack.enter_context(serving([*engine.served(), *targets.arguments()]))
+        found = loading.prefix_hits(address.rstrip("/"))
         with counting("requests", len(shots)) as tell:
             recorded = None if record is None else loading.recorder()(address.rstrip("/"), shots, tell)
             result = measure(address.rstrip("/"), shots, tell) if recorded is None else recorded.result
+        hits = found()
     numbers = summary(result.served, result.seconds, targets.slo())
     arrivals = "arrivals as recorded" if rate is None else f"{rate:g} requests/s"
     show.title(f"{result.model}, {asked.workload}, {arrivals}")
     show.latencies(numbers)
+    if hits is not None:
+        print(
+            f"prefix caches: {hits:,.0f} of {sum(len(shot.prompt) for shot in shots):,} prompt tokens were found there"
+        )
     if failure := next((one.error for one in result.served if one.error), None):
         print(f"first failure: {failure}")
     if result.late > 0.1:
         print(f"note: the client was up to {result.late:.2f} s late; latencies count from when a request was due")
-    row = {**numbers, "rate": rate, "late_s": result.late, "url": url, "workload": asked.workload}
+    row = {**numbers, "rate": rate, "late_s": result.late, "url": url, "workload": asked.workload,
+           "prefix_hits": hits}  # fmt: skip
     show.record(asked.out, "load", engine, [row])
     if record is not None and recorded is not None:
         _keep(record, engine, row, recorded)

@@ -39,3 +39,17 @@ def vocabulary(engine: EngineOptions, foreign: bool) -> tuple[int, int]:
         return FOREIGN
     config = config_of(engine.model)
     return config.vocab, config.max_positions
+
+
+def prefix_hits(url: str) -> Callable[[], float | None]:
+    """Tells, when it is called, the prompt tokens found since now in the caches of a server, or of those behind a
+    router; None where nobody counts them."""
+    from phasewise.bench.recording import counted
+
+    before = counted(url).get("prefix_hits")
+
+    def since() -> float | None:
+        now = counted(url).get("prefix_hits")
+        return None if now is None or before is None else now - before
+
+    return since

@@ -272,7 +272,7 @@ def _asked(
     load, depths = asked.load(), served.guesses.several()
     for depth in filter(None, depths):
         drafter(space.draft, depth)
-    setting = replace(served.setting(load.lengths.prefix > 0), drafts=served.guesses.drafts(0, asked.seed))
+    setting = replace(served.setting(load.shares), drafts=served.guesses.drafts(0, asked.seed))
     question = search.Question(
         load, slo, _sources(costs, space), setting, cast("search.Goal", space.goal),
         budget=math.inf if space.budget is None else space.budget, slowdowns=space.slowdowns(costs),

@@ -62,9 +62,11 @@ class Offer:
     tool_format: Annotated[
         str,
         typer.Option(
+            "--tool-format",
+            "--tools",
             metavar="|".join(TOOL_FORMATS),
             help="Format of the model's tool calls. auto: read from its chat template; none: refuse "
-            "requests with tools.",
+            "requests with tools; generic: a system message tells of them, for models whose template shows none.",
         ),
     ] = POLICY.tool_format
     reasoning_format: Annotated[
@@ -163,6 +165,14 @@ class Access:
             show_default=False,
         ),
     ] = None
+    kv_events: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ENDPOINT",
+            help="Publish which blocks of prompts are cached, as vLLM does over ZeroMQ, for routers: such as "
+            "tcp://127.0.0.1:5557.",
+        ),
+    ] = None
     otel: Annotated[
         str | None,
         typer.Option(metavar="URL", help="Send OpenTelemetry traces to this collector, such as http://localhost:4318."),
@@ -187,7 +197,11 @@ class Access:
         tls = None if self.tls_cert is None or self.tls_key is None else (self.tls_cert, self.tls_key)
         caps = Caps(self.max_prompt, self.max_n, self.max_tokens, self.timeout)
         watched = ServePolicy(
-            sleep_after=self.sleep_after, otel=self.otel, log=self.log_format, open_metrics=self.open_metrics
+            sleep_after=self.sleep_after,
+            kv_events=self.kv_events,
+            otel=self.otel,
+            log=self.log_format,
+            open_metrics=self.open_metrics,
         )
         return replace(
             watched, keys=self.keys, tls=tls, caps=caps, write_timeout=self.write_timeout, keep_alive=self.keep_alive,

@@ -99,8 +99,8 @@ class Simulated:
         str,
         typer.Option(
             metavar="KIND[:KNOB=VALUE,...]",
-            help="Lengths of requests: lognormal, fixed:prompt=,new=, shared:prefix=,prompt=,new= or "
-            "trace:path=,scale=.",
+            help="Lengths of requests: lognormal, fixed:prompt=,new=, shared:prefix=,prompt=,new=, "
+            "turns:users=,turns=,system=,prompt=,new=, trace:path=,scale= or mooncake:path=,scale=.",
         ),
     ] = "lognormal"
     rate: Annotated[
@@ -209,7 +209,7 @@ def simulate(
 
     load = asked.load()
     drafts = served.guesses.drafts(served.guesses.one(), asked.seed)
-    setting = replace(served.setting(load.lengths.prefix > 0), drafts=drafts)
+    setting = replace(served.setting(load.shares), drafts=drafts)
     source = costs.source()
     scenario = setting.scenario(source, served.replicas, settings.deaths(served.die or ()), asked.seed)
     _check_roles(scenario.policy(), costs)

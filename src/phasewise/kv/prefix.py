@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from phasewise.kv.buffer import Ledger
+from phasewise.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventLog
 from phasewise.kv.layer_kv import LayerKV
 from phasewise.kv.retained import RetainedStore
 
@@ -86,7 +87,11 @@ class PrefixTree:
 
     below: TierSpace | None = None
 
-    def __init__(self, key: str, ledger: Ledger, unit: int = 1, ticks: Iterator[int] | None = None) -> None:
+    def __init__(
+        self, key: str, ledger: Ledger, unit: int = 1, ticks: Iterator[int] | None = None,
+        events: KVEventLog | None = None,
+    ) -> None:  # fmt: skip
+        self.events = KVEventLog() if events is None else events
         self.block = math.lcm(BLOCK, unit)
         self.root = Node(hashlib.blake2b(key.encode(), digest_size=16).digest(), None, [], 0, 0)
         self.ledger = ledger
@@ -139,7 +144,7 @@ class PrefixTree:
         now = next(self._ticks)
         block = self.block
         node = held[-1] if held else self.root
-        path, moved = list(held), 0
+        path, moved, new = list(held), 0, list[Node]()
         for start in range(len(held) * block, len(tokens) - block + 1, block):
             key = chain(node.key, tokens[start : start + block])
             child = node.children.get(key)
@@ -154,9 +159,15 @@ class PrefixTree:
                 moved += child.bytes
                 if self.below is not None:
                     self.below.made(key, child.planes)
+                new.append(child)
             child.used = now
             path.append(child.hold())
             node = child
+        if new and self.events:  # what is new stands behind what was there
+            start = (len(path) - len(new)) * block
+            parent = None if new[0].parent is self.root or new[0].parent is None else new[0].parent.key
+            stored = [int(token) for token in tokens[start : start + len(new) * block]]
+            self.events.tell(BlockStored([child.key for child in new], parent, stored, block))
         return path, moved
 
     def _hand_down(self, key: bytes, tokens: Sequence[int], start: int, rows: CutRows) -> None:
@@ -189,6 +200,8 @@ class PrefixTree:
             self.below.fallen(node.key, node.planes)
         self.ledger.add(-node.bytes)
         self.bytes -= node.bytes
+        if self.events:
+            self.events.tell(BlockRemoved([node.key]))
         return node.bytes
 
 
@@ -199,6 +212,7 @@ class PrefixCache:
     def __init__(self, ledger: Ledger, tiers: KVTiers | None = None) -> None:
         self.ledger, self.tiers = ledger, tiers
         self.trees: dict[str, PrefixTree] = {}
+        self.events = KVEventLog()
         self.retained = RetainedStore()
         self._ticks = itertools.count()
 
@@ -206,7 +220,7 @@ class PrefixCache:
         """The tree of a key, which names all that shapes rows besides their tokens, `unit` included: whoever says the
         same shares it."""
         if key not in self.trees:
-            self.trees[key] = PrefixTree(key, self.ledger, unit, self._ticks)
+            self.trees[key] = PrefixTree(key, self.ledger, unit, self._ticks, self.events)
         return self.trees[key]
 
     @property
@@ -252,6 +266,8 @@ class PrefixCache:
         """Forget every block nobody holds, and what requests have left. Tiers below the budget keep theirs."""
         self.retained.clear()
         self.shrink(self.bytes)
+        if self.events and not any(tree.root.children for tree in self.trees.values()):
+            self.events.tell(AllBlocksCleared())
 
     def close(self) -> None:
         """The engine ends: what lies below the budget is put in order."""

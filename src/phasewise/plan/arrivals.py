@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phasewise.bench.workloads import Lengths, timed
+from phasewise.bench.blocks import SharedBlocks, prompts_of
+from phasewise.bench.workloads import Lengths, shares, timed
 from phasewise.errors import UserError
 from phasewise.plan.sequence import SimulatedRequest
 from phasewise.request.params import SLO
@@ -24,6 +25,11 @@ class Load:
     seed: int = 0
     context: int = 1 << 30
 
+    @property
+    def shares(self) -> bool:
+        """True if its prompts have something in common."""
+        return shares(self.lengths)
+
     def jobs(self, slo: SLO, rate: float | None = None) -> list[SimulatedRequest]:
         """All of them, at a rate of their own if one is given. Raises UserError."""
         if self.requests < 1:
@@ -31,11 +37,23 @@ class Load:
         shared = self.lengths.prefix
         found = []
         every = timed(self.lengths, self.requests, rate=rate or self.rate, seed=self.seed, cv=self.cv)
+        blocks = self._blocks()
         for i, (arrival, length, new) in enumerate(every):
             new = min(new, max(1, self.context // 2), self.context - 1)
-            tokens = _tokens(i, shared, min(shared + length, self.context - new))
+            if blocks is not None:
+                tokens: Sequence[int] = blocks[i][: self.context - new]
+            else:
+                tokens = _tokens(i, shared, min(shared + length, self.context - new))
             found.append(SimulatedRequest(f"r{i}", tokens, new, arrival, slo))
         return found
+
+    def _blocks(self) -> list[list[int]] | None:
+        """The prompts of a workload that says which blocks they share: each block has ids of its own."""
+        shape = self.lengths
+        if not isinstance(shape, SharedBlocks):
+            return None
+        each = shape.tokens_each
+        return prompts_of(shape, self.requests, lambda id: range(APART * (id + 1), APART * (id + 1) + each))
 
 
 def _tokens(number: int, shared: int, length: int) -> Sequence[int]:

@@ -47,6 +47,7 @@ from phasewise.serve.scores.embeddings import Embeddings
 from phasewise.serve.scores.scoring import ScoringEndpoint
 from phasewise.serve.tools.asked import strict
 from phasewise.serve.watch.events import ENDLESS, Events
+from phasewise.serve.watch.kv_publisher import publisher
 from phasewise.serve.watch.metrics import Metrics
 
 INLINE = 4096  # characters or tokens; what is longer is read by a worker thread, so that streams go on meanwhile
@@ -73,6 +74,8 @@ class Service:
         self.names = _names(name, {recipe: recipe for recipe in llm.recipes}, llm.loras)  # {what clients say: a recipe}
         self.metrics = Metrics(llm.limits.budget, [*llm.recipes, *llm.loras.recipes], llm.loras)
         self.engine = EngineLoop(llm.engine, llm.limits.max_running + policy.queue, self.metrics.left)
+        at = policy.kv_events
+        self.kv_events = None if at is None else publisher(llm.engine, at, policy.sleep_after is not None)
         self._punctual = SLOAdmission() if policy.refuse_late else None
         self.sleeper = IdleUnloader(llm, self.engine, policy.sleep_after)
         if policy.sleep_after is not None:
@@ -167,6 +170,8 @@ class Service:
         """All is over."""
         self.sleeper.close()
         self.engine.stop()
+        if self.kv_events is not None:
+            self.kv_events.close()
 
     def close(self) -> None:
         """Take nothing new: the server is shutting down."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NoReturn
 
 from phasewise.errors import UserError
@@ -15,12 +15,13 @@ from phasewise.serve.completions.schema import ChatAsk
 from phasewise.serve.completions.structured import OPENAI, Wanted
 from phasewise.serve.failures import ApiError
 from phasewise.serve.guard.policy import ServePolicy
+from phasewise.serve.tools import generic
 from phasewise.serve.tools.asked import forced, names, shaped, strict
 from phasewise.serve.tools.calls import of_object
 from phasewise.serve.tools.final import around, blanks_may_come_first
 from phasewise.serve.tools.final import calls as calls_beside
 from phasewise.serve.tools.forced import grammar, held
-from phasewise.serve.tools.formats import TOOL_FORMATS, check
+from phasewise.serve.tools.formats import GENERIC, TOOL_FORMATS, check
 from phasewise.serve.tools.optional import grammar as optional
 from phasewise.serve.tools.reader import ParserOptions
 from phasewise.serve.tools.reasoning import Tags
@@ -51,6 +52,9 @@ class ChatRenderer:
 
     def __init__(self, llm: LLM, policy: ServePolicy) -> None:
         check(policy.tool_format, policy.reasoning_format)
+        if policy.tool_format == GENERIC.name and llm.template.takes_tools:
+            raise UserError("--tool-format generic is for models whose chat template shows no tools, and this model's "
+                            "own does: leave it out, or name the format that it writes")  # fmt: skip
         self._llm, self._policy = llm, policy
 
     @cached_property
@@ -65,10 +69,10 @@ class ChatRenderer:
         variables: Mapping[str, Any] = ask.variables()
         if tools:
             self._check_tools()
-            variables = {**variables, "tools": tools}
+            variables = variables if self.shown.format is GENERIC else {**variables, "tools": tools}
         template = self._llm.template if ask.chat_template is None else self._sent(ask.chat_template)
         try:
-            text = template.render(shaped(ask.messages, self.shown.objects), **variables)
+            text = self._written(partial(template.render, **variables), ask.messages, tools)
         except UserError as error:
             param = "messages" if ask.chat_template is None else "chat_template"
             raise ApiError(400, str(error), param) from error
@@ -109,6 +113,15 @@ class ChatRenderer:
         manner = ParserOptions(format, frozenset(schemas), tags, opened, ends, schemas, exact)
         return Prompt(ids, lead, manner, frozenset(ids_of.values()), asks, alone, begins=not goes_on)
 
+    def _written(
+        self, write: Callable[[list[dict[str, Any]]], str], messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+    ) -> str:  # fmt: skip
+        """The prompt. Raises UserError where the template cannot write it."""
+        if self.shown.format is GENERIC:
+            return generic.render(write, messages, tools)
+        return write(shaped(messages, self.shown.objects))
+
     def _forced(
         self, must: Sequence[Mapping[str, Any]], single: bool, spell: Spelling, why: Why
     ) -> tuple[str, dict[str, Any] | None]:
@@ -132,14 +145,15 @@ class ChatRenderer:
         if not self._llm.template.names:
             return  # rendering says so
         if not self.shown.takes_tools:
-            raise ApiError(400, "this model's chat template shows no tools to the model: leave tools out, or serve a "
-                           "model that was trained to use them", "tools", "unsupported_parameter")  # fmt: skip
+            raise ApiError(400, "this model's chat template shows no tools to the model: leave tools out, serve a "
+                           "model that was trained to use them, or serve it with --tool-format generic", "tools",
+                           "unsupported_parameter")  # fmt: skip
         if self._policy.tool_format == "none":
             raise ApiError(400, "tools are turned off on this server (--tool-format none)", "tools",
                            "unsupported_parameter")  # fmt: skip
         if self.shown.format is None:
             raise ApiError(400, "this model's chat template writes tool calls in a format that is not known here: "
-                           f"leave tools out, or serve it with --tool-format ({', '.join(TOOL_FORMATS[2:])})",
+                           f"leave tools out, or serve it with --tool-format ({', '.join(TOOL_FORMATS[3:])})",
                            "tools", "unsupported_parameter")  # fmt: skip
 
 

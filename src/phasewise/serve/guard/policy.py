@@ -66,4 +66,5 @@ class ServePolicy:
     playground: bool = True  # there is a page at / to try the model with
     generation_config: str = "auto"  # sampling of requests that say nothing: the model's, none, or a file or folder
     lora_folder: Path | None = None  # adapters may be loaded from here at run time; None: not at all
+    kv_events: str | None = None  # where KV events are published (ZeroMQ), such as tcp://127.0.0.1:5557; None: nowhere
     stored_bytes: int = 64 << 20  # of responses that later ones may refer to; the oldest make way

@@ -201,9 +201,10 @@ def _thinking(thinking: Mapping[str, Any]) -> dict[str, Any]:
             return {}
         case "enabled":
             budget = thinking.get("budget_tokens")
-            if type(budget) is not int or budget < 1:
-                raise ApiError(400, "thinking: budget_tokens must be a whole number of 1 or more", "thinking")
-            return {"thinking_token_budget": min(budget, AS_MANY_AS_FIT)}
+            if type(budget) is not int or not 1 <= budget <= AS_MANY_AS_FIT:
+                most = f"of 1 to {AS_MANY_AS_FIT}"
+                raise ApiError(400, f"thinking: budget_tokens must be a whole number {most}", "thinking")
+            return {"thinking_token_budget": budget}
     raise ApiError(400, "thinking: type must be adaptive, enabled or disabled", "thinking")
 
 

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from phasewise import __version__
-from phasewise.errors import PhasewiseError
+from phasewise.errors import PhasewiseError, UserError
 from phasewise.serve import app as one
 from phasewise.serve.batches.endpoint import add_batches
 from phasewise.serve.described import POSTED, answers, asks, describe, error_of
@@ -41,6 +41,8 @@ def run_models(
 ) -> None:  # fmt: skip
     """Serve models until SIGINT or SIGTERM, then return. `limit`: bytes of weights and KV of all loaded ones; `wait`:
     seconds for which a request waits for its model to be loaded. Raises UserError if the server cannot start."""
+    if policy.kv_events is not None:
+        raise UserError("--kv-events tells of one model's prefixes: leave it out where several are served")
     began = time.monotonic()
     with one.bound(host, port) as sock:
         one.impatient(sock, policy.write_timeout)

@@ -16,7 +16,7 @@ from torch import Tensor
 from phasewise.llm import vector_of
 from phasewise.request.params import Params
 from phasewise.serve.about import StrictBody
-from phasewise.serve.completions.schema import texts_or_ids
+from phasewise.serve.completions.schema import AS_MANY_AS_FIT, texts_or_ids
 from phasewise.serve.failures import ApiError, json_response
 from phasewise.serve.loop import OutputStream
 from phasewise.serve.notifier import Notifier
@@ -31,12 +31,12 @@ class EmbeddingAsk(StrictBody):
 
     input: Any = Field(description="a string, a list of strings, a list of token ids, or a list of such lists")
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Field(ge=1)] | None = None
+    dimensions: Annotated[int, Field(ge=1, le=AS_MANY_AS_FIT)] | None = None
     user: str | None = None
     # beyond OpenAI's
     pooling: Literal["mean", "last"] | None = None
     normalize: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=AS_MANY_AS_FIT)] | None = None
 
     @field_validator("input", mode="plain")
     @classmethod

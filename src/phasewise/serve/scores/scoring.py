@@ -24,6 +24,7 @@ from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.serve.about import StrictBody
 from phasewise.serve.completions.answer import finish_reason
+from phasewise.serve.completions.schema import AS_MANY_AS_FIT
 from phasewise.serve.failures import ApiError, json_response
 from phasewise.serve.loop import OutputStream
 from phasewise.serve.notifier import Notifier
@@ -63,7 +64,7 @@ class RerankAsk(StrictBody):
 
     query: Text
     documents: Texts
-    top_n: Annotated[int, Field(ge=1)] | None = None
+    top_n: Annotated[int, Field(ge=1, le=AS_MANY_AS_FIT)] | None = None
 
 
 @dataclass(frozen=True, slots=True)

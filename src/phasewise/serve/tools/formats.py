@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from phasewise.errors import UserError, near
-from phasewise.serve.tools import deepseek, gemma, hermes, llama3, mistral, pythonic, qwen3_coder
+from phasewise.serve.tools import deepseek, gemma, generic, hermes, llama3, mistral, pythonic, qwen3_coder
 from phasewise.serve.tools.deltas import DeltaCollector, Steps
 from phasewise.serve.tools.reasoning import TAGS
 from phasewise.serve.tools.scan import KnownTools
@@ -57,7 +57,8 @@ FORMATS = {
     )
 }
 AUTO, NONE = "auto", "none"
-TOOL_FORMATS = (AUTO, NONE, *FORMATS)
+GENERIC = replace(FORMATS["hermes"], name=generic.NAME)  # chosen by name alone: no template describes it
+TOOL_FORMATS = (AUTO, NONE, generic.NAME, *FORMATS)
 REASONING_FORMATS = (AUTO, NONE, *TAGS)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from phasewise.errors import UserError
 from phasewise.model.chat import ChatTemplate
-from phasewise.serve.tools.formats import AUTO, FORMATS, NONE, Format
+from phasewise.serve.tools.formats import AUTO, FORMATS, GENERIC, NONE, Format
 from phasewise.serve.tools.reader import OutputParser, ParserOptions
 from phasewise.serve.tools.reasoning import TAGS, Tags
 
@@ -48,6 +48,8 @@ def look(template: ChatTemplate, tool_format: str = AUTO, reasoning_format: str 
     tags = TAGS.get(reasoning_format)
     if reasoning_format == AUTO:
         tags = next((each for each in TAGS.values() if each.open in text or each.close in text), None)
+    if tool_format == GENERIC.name:
+        return TemplateTools(True, GENERIC, GENERIC.opening, tags=tags)
     if not template.takes_tools or tool_format == NONE:
         return TemplateTools(template.takes_tools, tags=tags)
     formats = list(FORMATS.values()) if tool_format == AUTO else [FORMATS[tool_format]]

@@ -1,0 +1,1 @@
+"""`phasewise route`: one address for several servers, each request to the server that has its prefix."""
