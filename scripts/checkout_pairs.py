@@ -1,7 +1,7 @@
 """Two checkouts side by side: what a change costs in plain decoding, under methods, at start-up and in memory.
 
     git worktree add ../before COMMIT && (cd ../before && python setup.py build_ext --inplace)
-    python scripts/checkout_pairs.py ../before . --model smollm2 --rounds 40
+    python scripts/checkout_pairs.py ../before . --model smollm2 --rounds 40 [--dtype int8]
     python scripts/checkout_pairs.py ../before . --settings attend=quest --settings store=kivi --tokens 7800
     python scripts/checkout_pairs.py ../before . --model pocket --start --rounds 9
 
@@ -41,8 +41,9 @@ WARM = 2  # rounds before those that count
 class Side:
     """The process of one checkout."""
 
-    def __init__(self, where: str, model: str) -> None:
-        command = [sys.executable, str(Path(__file__).resolve()), where, where, "--model", model, "--serve"]
+    def __init__(self, where: str, model: str, dtype: str) -> None:
+        command = [sys.executable, str(Path(__file__).resolve()), where, where, "--model", model]
+        command += ["--dtype", dtype, "--serve"]
         self.process = subprocess.Popen(
             command, env=environment(where), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -61,7 +62,7 @@ def environment(where: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str((Path(where) / "src").resolve())}
 
 
-def serve(where: str, model: str) -> None:
+def serve(where: str, model: str, dtype: str) -> None:
     """Answer lines of work, the names of `WORK` or settings with their load, with seconds."""
     import torch
 
@@ -70,7 +71,7 @@ def serve(where: str, model: str) -> None:
     from phasewise.engine.limits import Limits
 
     assert Path(phasewise.__file__).is_relative_to(Path(where).resolve()), phasewise.__file__
-    bench = Bench.load(model, "bfloat16")
+    bench = Bench.load(model, dtype)
     decoding, prompts = bench.engine({}, Limits()), bench.engine({}, Limits(prefix_cache=False))
     vocab, long = bench.model.config.vocab, Long(bench)
     for line in sys.stdin:
@@ -198,7 +199,7 @@ def in_turns(figure: Callable[[int], float], rounds: int) -> list[dict[int, floa
 
 def stepped(args: argparse.Namespace) -> Iterator[tuple[str, Row]]:
     """Times steps of decoding and prompts: of plain engines, or under each of the settings."""
-    sides = [Side(where, args.model) for where in args.checkouts]
+    sides = [Side(where, args.model, args.dtype) for where in args.checkouts]
     try:
         if not args.settings:
             for work, (_, _, steps) in WORK.items():
@@ -238,6 +239,7 @@ def arguments() -> argparse.Namespace:
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked.add_argument("checkouts", nargs=2, metavar="DIR", help="the one before, the one after")
     asked.add_argument("--model", default="smollm2")
+    asked.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "int8"], help="of the steps that are timed")
     asked.add_argument("--rounds", type=int, default=40)
     asked.add_argument("--settings", action="append", default=[], metavar="'VERB=METHOD ...'", help="or `dense`")
     asked.add_argument("--tokens", type=int, default=7800, help="of each prompt, with --settings")
@@ -250,7 +252,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     if args.serve:
-        serve(args.checkouts[0], args.model)
+        serve(args.checkouts[0], args.model, args.dtype)
         return
     from phasewise.bench import report
     from phasewise.bench.machine import describe
@@ -261,7 +263,7 @@ def main() -> None:
         print(body[-1], file=sys.stderr, flush=True)
     about = describe()
     behind = f", {args.requests} x {args.tokens} tokens" if args.settings else ""
-    print(f"{args.model}, bfloat16{behind}, {args.rounds} rounds; {about['cpu']}, {about['threads']} threads.\n")
+    print(f"{args.model}, {args.dtype}{behind}, {args.rounds} rounds; {about['cpu']}, {about['threads']} threads.\n")
     first = "before" if args.start else "before, ms a step"
     print(report.markdown(["what", first, "after", "after / before", "95 %"], body))
 

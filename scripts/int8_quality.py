@@ -1,11 +1,16 @@
-"""What rounding the weights costs in answers: accuracy of every task and loss on held-out code, per dtype.
+"""What rounding the weights costs in answers: the loss on held-out library source, and the accuracy of tasks.
 
-    python scripts/int8_quality.py [--examples 100] [--tasks copy,recall@1k,code] [--dtypes float32,bfloat16,int8]
-                                   [--reference bfloat16] [--model DIR] [--seed 0]
+    python scripts/int8_quality.py [--models pocket,smollm2,gemma3-270m] [--dtypes bfloat16,int8] [--reference bfloat16]
+                                   [--windows 24] [--tokens 512] [--seed 0] [--tasks copy,recall@1k] [--examples 100]
 
-`phasewise eval` once per dtype, on the same examples, as one Markdown table with 95 % intervals (Wilson's for shares,
-normal for means). `against bfloat16`: for answers the share of greedy tokens before the first one that differs from the
-reference's, for a loss the mean difference, with the interval of paired differences. Progress goes to stderr.
+Each model reads the same windows of text once per dtype, as prompts of all their tokens. Printed as one Markdown table:
+the loss in nats per token; how much it differs from the reference's; the divergence KL(reference || dtype) of the next
+token; and the mean |delta log p| of the text's own tokens. Intervals are normal ones of 95 % over windows; differences
+are paired. A known model that is not here is left out (`phasewise models` shows which are).
+
+`--tasks` adds `phasewise eval` of these rows, on the same examples for each dtype, with Wilson's intervals for shares.
+`against bfloat16`: for answers the share of greedy tokens before the first one that differs from the reference's, for a
+loss the mean difference. Progress goes to stderr.
 """
 
 from __future__ import annotations
@@ -14,14 +19,35 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from random import Random
 
-from phasewise.bench import quality, report
+import torch
+from torch import Tensor
+
+from phasewise.bench import machine, quality, report
 from phasewise.bench.rounds import agreement
 from phasewise.cli.evaluate import judge_of
 from phasewise.cli.options import EngineOptions
 from phasewise.cli.progress import counting
 from phasewise.errors import UserError, near
-from phasewise.load import dtype_of
+from phasewise.known import shelf
+from phasewise.known.corpus import sources
+from phasewise.known.models import KNOWN
+from phasewise.load import dtype_of, files_of, load_model
+from phasewise.model.model import Model
+from phasewise.model.tokenizer import beginning, begun
+from phasewise.train.artefacts.attend_zero_tuning import logits_of
+
+ROWS = 128  # whose distributions over the vocabulary are compared at a time
+
+
+@dataclass
+class Read:
+    """What one dtype made of the windows: nats per token of each, and against the reference's."""
+
+    nats: list[float] = field(default_factory=list)
+    divergence: list[float] = field(default_factory=list)  # KL(reference || this one), nats
+    moved: list[float] = field(default_factory=list)  # mean |delta log p|
 
 
 @dataclass
@@ -42,36 +68,114 @@ class Judged:
 
 def main(argv: Sequence[str] | None = None) -> None:
     asked = arguments(argv)
-    dtypes, tasks = asked.dtypes.split(","), asked.tasks.split(",")
+    dtypes, tasks = asked.dtypes.split(","), asked.tasks.split(",") if asked.tasks else []
     for name in dtypes:
         dtype_of(name)
     if asked.reference not in dtypes:
         raise UserError(f"the reference {asked.reference} is not measured: add it to --dtypes {asked.dtypes}")
+    if asked.windows < 2 or asked.tokens < 2:
+        raise UserError(f"--windows {asked.windows} --tokens {asked.tokens}: both must be 2 or more")
     for name in tasks:
         if name not in quality.ALL:
             raise UserError(f"unknown task {name!r}. {near(name, quality.ALL)}")
-    found = {name: judged(name, tasks, asked) for name in dtypes}
-    weights = ", ".join(f"{name} {report.size(found[name].weight_bytes)}" for name in dtypes)
-    print(f"{asked.model}, seed {asked.seed}; weights: {weights}; 95 % intervals\n")
-    print(table(found, asked.reference))
+    models = [name for name in asked.models.split(",") if here(name)]
+    print(
+        f"{machine.cpu()}, {machine.kernels()}; {asked.windows} windows of {asked.tokens} tokens, seed {asked.seed}\n"
+    )
+    print(loss_table({model: read(model, dtypes, asked) for model in models}, asked.reference))
+    for model in models if tasks else ():
+        found = {name: judged(model, name, tasks, asked) for name in dtypes}
+        weights = ", ".join(f"{name} {report.size(found[name].weight_bytes)}" for name in dtypes)
+        print(f"\n{model}; weights: {weights}\n")
+        print(table(found, asked.reference))
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--models", default="pocket,smollm2,gemma3-270m", help="names or paths")
+    parser.add_argument("--dtypes", default="bfloat16,int8")
+    parser.add_argument("--reference", default="bfloat16", help="the dtype that the others are compared with")
+    parser.add_argument("--windows", type=int, default=24, help="of text, for the loss")
+    parser.add_argument("--tokens", type=int, default=512, help="of a window")
+    parser.add_argument("--tasks", default="", help="rows of `phasewise eval` to measure as well. Default: none")
     parser.add_argument("--examples", type=int, default=100, help="per task")
-    parser.add_argument("--tasks", default=",".join(quality.ALL))
-    parser.add_argument("--dtypes", default="float32,bfloat16,int8")
-    parser.add_argument("--reference", default="bfloat16", help="the dtype whose tokens and losses are compared with")
-    parser.add_argument("--model", default="pocket")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(argv)
 
 
-def judged(dtype: str, tasks: Sequence[str], asked: argparse.Namespace) -> Judged:
-    judge = judge_of(EngineOptions(model=asked.model, dtype=dtype))
+def here(name: str) -> bool:
+    """Whether a model can be loaded without fetching it; says so where it cannot."""
+    if name not in KNOWN or shelf.found(KNOWN[name]):
+        return True
+    print(f"{name} is left out: it is not here (phasewise models fetch {name})", file=sys.stderr)
+    return False
+
+
+# ---- the loss of text
+def read(model: str, dtypes: Sequence[str], asked: argparse.Namespace) -> dict[str, Read]:
+    """All windows, by all dtypes; each model is loaded once per dtype."""
+    tokenizer, rng = files_of(model).tokenizer(), Random(asked.seed)
+    ids = list(tokenizer.encode("\n\n".join(sources(held_out=True).values()), add_special_tokens=False).ids)
+    loaded = {name: load_model(model, dtype=dtype_of(name)) for name in dtypes}
+    found = {name: Read() for name in dtypes}
+    with counting(model, asked.windows) as tell:
+        for number in range(asked.windows):
+            start = rng.randrange(max(1, len(ids) - asked.tokens))
+            tokens = begun(ids[start : start + asked.tokens], beginning(tokenizer))
+            plain = scores(loaded[asked.reference], tokens)
+            for name, one in loaded.items():
+                compare(plain, plain if name == asked.reference else scores(one, tokens), tokens, found[name])
+            tell(number + 1)
+    return found
+
+
+def scores(model: Model, tokens: list[int]) -> Tensor:
+    """Log-probabilities float32 [tokens - 1, V] of what follows each token but the last."""
+    (logits,) = logits_of(model, [tokens])
+    return logits[:-1].log_softmax(-1)
+
+
+def compare(plain: Tensor, other: Tensor, tokens: list[int], to: Read) -> None:
+    """Add a window to what one dtype was found to make of them."""
+    after = torch.tensor(tokens[1:])[:, None]
+    own, theirs = other.gather(1, after).double(), plain.gather(1, after).double()
+    pieces = zip(plain.split(ROWS), other.split(ROWS))
+    divergence = sum(float((p.double().exp() * (p.double() - q.double())).sum()) for p, q in pieces)
+    to.nats.append(-float(own.mean()))
+    to.divergence.append(divergence / len(after))
+    to.moved.append(float((own - theirs).abs().mean()))
+
+
+def loss_table(found: dict[str, dict[str, Read]], reference: str) -> str:
+    """One line per model and dtype."""
+    header = ["model", "dtype", "nats/token", f"more than {reference}", "of it", "KL, nats", "mean abs delta log p"]
+    body = []
+    for model, dtypes in found.items():
+        base = dtypes[reference].nats
+        for name, one in dtypes.items():
+            cells = [model, name, "{:.4f} ({:.3f} to {:.3f})".format(*averaged(one.nats))]
+            if name == reference:
+                body.append([*cells, "-", "-", "-", "-"])
+                continue
+            more = averaged([ours - theirs for ours, theirs in zip(one.nats, base)])
+            cells += ["{:+.4f} ({:+.4f} to {:+.4f})".format(*more), f"{more[0] / averaged(base)[0]:+.2%}"]
+            cells += ["{:.5f} ({:.5f} to {:.5f})".format(*averaged(one.divergence))]
+            body.append([*cells, "{:.4f} ({:.4f} to {:.4f})".format(*averaged(one.moved))])
+    return report.markdown(header, body)
+
+
+def averaged(values: Sequence[float]) -> tuple[float, float, float]:
+    """The mean and its interval."""
+    row = quality.mean("", "nats/token", values)
+    return row.value, row.low, row.high
+
+
+# ---- the answers to tasks
+def judged(model: str, dtype: str, tasks: Sequence[str], asked: argparse.Namespace) -> Judged:
+    judge = judge_of(EngineOptions(model=model, dtype=dtype))
     out = Judged(weight_bytes=judge.llm.model.weight_bytes)
     for at, task in enumerate(tasks, 1):
-        with counting(f"{dtype}: {task} ({at} of {len(tasks)})", asked.examples) as tell:
+        with counting(f"{model}, {dtype}: {task} ({at} of {len(tasks)})", asked.examples) as tell:
             rows = judge.measure(task, asked.examples, asked.seed, tell)
         out.rows += rows
         out.task += [task] * len(rows)

@@ -151,8 +151,13 @@ def test_int8_quality_compares_the_same_examples(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = load("int8_quality", monkeypatch)
-    script.main(["--examples", "2", "--tasks", "copy,code", "--dtypes", "bfloat16,int8"])
-    copied, nats, _, together = table(capsys.readouterr().out, "what")
+    words = ["--models", "pocket", "--windows", "2", "--tokens", "16"]
+    script.main([*words, "--examples", "2", "--tasks", "copy,code"])
+    out = capsys.readouterr().out
+    plain, rounded = table(out, "model")
+    assert [plain[1], rounded[1]] == ["bfloat16", "int8"] and plain[2] != rounded[2]
+    assert re.match(r"[+-]0\.\d{4} \(", rounded[3]) and float(rounded[5].split()[0]) > 0 < float(rounded[6].split()[0])
+    copied, nats, _, together = table(out, "what")
     assert copied[:2] == ["copy (exact)", "2"] and together[1] == "2" and copied[2:] == together[2:]
     assert nats[2] != nats[3] and re.match(r"[+-]0\.\d{4} \(", nats[4])
     with pytest.raises(UserError, match="reference"):

@@ -177,22 +177,24 @@ inline double plain_attention(const double* q, const double* k, const double* v,
 struct Packed {
   bool int8;
   Numbers weight;  // [outputs, inputs]
-  std::vector<int32_t> packed, sums;
+  std::vector<int32_t> packed;
   std::vector<float> bias, scale;
   Weights words;
 
   Packed(Numbers from, long outputs, long inputs, bool int8, bool biased, int64_t threads)
-      : int8(int8), weight(std::move(from)), sums(outputs), scale(outputs) {
+      : int8(int8), weight(std::move(from)), scale(outputs) {
     packed.resize(panels(outputs) * WIDTH * ::words(inputs, int8 ? 4 : 2));
     for (long o = 0; biased && o < outputs; o++) bias.push_back((float)uniform());
-    words = {packed.data(), biased ? bias.data() : nullptr, scale.data(), sums.data(), outputs, inputs};
+    words = {packed.data(), biased ? bias.data() : nullptr, scale.data(), outputs, inputs};
     Rows rows = {weight.data(), inputs, weight.kind};
     if (int8) linear8_pack(&rows, &words, threads);
     else linear_pack(weight.half.data(), &words, threads);
   }
 };
 
-// A row of numbers as int8 layers take them: whole steps, and what one is worth.
+constexpr long GROUP = 128;  // inputs of int8 layers that share a scale
+
+// Numbers of one scale as int8 layers take them: whole steps, and what one is worth.
 inline double to_steps(double* row, long count) {
   float top = 0;
   for (long i = 0; i < count; i++) top = fabs(row[i]) > top ? (float)fabs(row[i]) : top;
@@ -204,15 +206,21 @@ inline double to_steps(double* row, long count) {
 // x [rows, inputs] W^T + bias
 inline Doubles plain_linear(const Packed& layer, Doubles x, long rows) {
   long outputs = layer.words.outputs, inputs = layer.words.inputs;
-  Doubles w = layer.weight.plain(), x_worth(rows, 1), w_worth(outputs, 1), y;
+  Doubles w = layer.weight.plain(), w_worth(outputs, 1), y;
   for (double& value : x) value = layer.int8 ? value : rounded(value);
   for (long o = 0; layer.int8 && o < outputs; o++) w_worth[o] = to_steps(&w[o * inputs], inputs);
-  for (long r = 0; layer.int8 && r < rows; r++) x_worth[r] = to_steps(&x[r * inputs], inputs);
+  for (long r = 0; layer.int8 && r < rows; r++)
+    for (long k = 0; k < inputs; k += GROUP) {
+      double* group = &x[r * inputs + k];
+      long count = inputs - k < GROUP ? inputs - k : GROUP;
+      double worth = to_steps(group, count);
+      for (long i = 0; i < count; i++) group[i] *= worth;
+    }
   for (long r = 0; r < rows; r++)
     for (long o = 0; o < outputs; o++) {
       double sum = 0;
       for (long k = 0; k < inputs; k++) sum += x[r * inputs + k] * w[o * inputs + k];
-      y.push_back(sum * x_worth[r] * w_worth[o] + (layer.bias.empty() ? 0 : layer.bias[o]));
+      y.push_back(sum * w_worth[o] + (layer.bias.empty() ? 0 : layer.bias[o]));
     }
   return y;
 }

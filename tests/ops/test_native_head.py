@@ -16,7 +16,7 @@ from phasewise.model.model import Model
 from phasewise.ops import native
 from phasewise.ops.native import head, weights
 from phasewise.ops.native.head import Head
-from phasewise.ops.native.weights import PackedWeights
+from phasewise.ops.native.weights import GROUP, PackedWeights
 from phasewise.ops.sampling import allowed
 from tests import seeds
 from tests.model.families import FAMILIES
@@ -49,7 +49,7 @@ def make(
 
 
 def steps(x: Tensor) -> Tensor:
-    """Rows as int8 sees them, float64."""
+    """Numbers that share a scale, row by row, as int8 sees them, float64."""
     top = x.float().abs().amax(1, keepdim=True)
     inverse = torch.where(top > 0, torch.tensor(127.0) / top, 0.0)  # a tensor: 127 / top would round twice
     return (x.double() * inverse.double()).round() * (top / 127).double()
@@ -58,7 +58,10 @@ def steps(x: Tensor) -> Tensor:
 def twin(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor, int8: bool) -> Tensor:
     """Logits in float64 of the norm in float32, rounded to bfloat16."""
     normed = F.rms_norm(x.float(), norm.shape, norm.float(), EPS).bfloat16()
-    y = steps(normed) @ steps(weight).T if int8 else normed.double() @ weight.double().T
+    if int8:
+        y = torch.cat([steps(group) for group in normed.split(GROUP, 1)], 1) @ steps(weight).T
+    else:
+        y = normed.double() @ weight.double().T
     return y if bias is None else y + bias.double()
 
 

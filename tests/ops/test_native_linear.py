@@ -17,7 +17,7 @@ from phasewise.errors import UserError
 from phasewise.ops import linear, native
 from phasewise.ops.linear import Linear
 from phasewise.ops.native import abi, weights
-from phasewise.ops.native.weights import PackedWeights
+from phasewise.ops.native.weights import GROUP, PackedWeights
 from tests import seeds
 from tests.ops.targets import EACH
 
@@ -41,18 +41,23 @@ def twin(x: Tensor, weight: Tensor, bias: Tensor | None, add: Tensor | None) -> 
 
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows as int8 gives them back: whole steps [T, n] and what a step is worth [T, 1]."""
+    """Rows as int8 gives them back with one scale: whole steps float64 [T, n], and a step's worth float32 [T, 1]."""
     x = x.float()
     top = x.abs().amax(1, keepdim=True)
-    inverse = torch.where(top > 0, torch.tensor(127.0) / top, 0.0)  # a tensor: 127 / top would round twice
+    inverse = torch.where(top >= 1e-35, torch.tensor(127.0) / top, 0.0)  # a tensor: 127 / top would round twice
     return (x.double() * inverse.double()).round(), top / 127
 
 
 def twin8(x: Tensor, weight: Tensor, bias: Tensor | None, add: Tensor | None) -> Tensor:
-    (xs, x_step), (ws, w_step) = rounded(x), rounded(weight)
-    y = (xs @ ws.T) * x_step.double() * w_step.double().T
-    y = y if bias is None else y + bias.double()
-    return y if add is None else y + add.double()
+    """Whole sums within a group of inputs; over groups, in order, float32 sums that are rounded once per group."""
+    steps, w_step = rounded(weight)
+    y = torch.zeros(len(x), len(weight))
+    for group, ws in zip(x.split(GROUP, 1), steps.split(GROUP, 1)):
+        xs, x_step = rounded(group)
+        y = ((xs @ ws.T) * x_step.double() + y.double()).float()
+    y = y * w_step.T
+    y = y if bias is None else y + bias.float()
+    return y if add is None else y + add.float()
 
 
 def near(got: Tensor, want: Tensor) -> bool:
@@ -73,7 +78,7 @@ def test_equals_the_twin(shape: tuple[int, int], kind: torch.dtype, int8: bool) 
         for residual in (None, add):
             got, want = layer(x, residual), (twin8 if int8 else twin)(x, weight, bias, residual)
             assert got.dtype == kind and got.shape == (rows, shape[0])
-            assert near(got, want), (rows, residual is None)
+            assert torch.equal(got, want.to(kind)) if int8 else near(got, want), (rows, residual is None)
         assert torch.equal(x, before[0]) and torch.equal(add, before[1]), "inputs were written to"
 
 
@@ -103,6 +108,26 @@ def test_rows_do_not_depend_on_each_other(kind: torch.dtype, int8: bool) -> None
     for size in (1, 2, 3, 4, 5, 6, 7, 11, 48):
         apart = [layer(a, b) for a, b in zip(x.split(size), add.split(size))]
         assert torch.equal(torch.cat(apart), together), size
+
+
+@pytest.mark.parametrize("inputs", [128, 300, 2304])
+@pytest.mark.usefixtures("target")
+def test_an_int8_row_is_its_own_in_steps_of_any_size(inputs: int) -> None:
+    """513 rows fill tiles, blocks and the last of each otherwise than 64, 7 or 1 of them do."""
+    layer = PackedWeights(torch.randn(130, inputs), torch.randn(130), int8=True)
+    x = torch.randn(513, inputs)
+    together = layer(x)
+    for size in (1, 7, 64):
+        assert torch.equal(torch.cat([layer(some) for some in x.split(size)]), together), size
+
+
+@pytest.mark.usefixtures("target")
+def test_an_int8_group_of_inputs_has_a_scale_of_its_own() -> None:
+    """Numbers of very different sizes, a group of zeros, and one too small to be rounded."""
+    weight, x = torch.randn(70, 5 * GROUP + 3), torch.randn(9, 5 * GROUP + 3)
+    sizes = torch.tensor([1e-4, 1e4, 0.0, 1e-38, 3.0]).repeat_interleave(GROUP)
+    x *= torch.cat((sizes, torch.tensor([1e5, 1e-5, 1.0])))
+    assert torch.equal(PackedWeights(weight, None, int8=True)(x), twin8(x, weight, None, None))
 
 
 @pytest.mark.parametrize(("bad", "int8"), [(float("nan"), False), (float("inf"), True), (float("-inf"), False)])

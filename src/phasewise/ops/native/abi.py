@@ -185,7 +185,6 @@ class WeightsStruct(Structure):
     packed: Pointer = None
     bias: Pointer = None
     scale: Pointer = None
-    sums: Pointer = None
     outputs: int = 0
     inputs: int = 0
 

@@ -20,8 +20,8 @@ template <int T> inline void clear_tile() { asm volatile("tilezero %%tmm%c0" : :
 template <int C, int A, int B> inline void add_bfloats() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
 }
-template <int C, int A, int B> inline void add_bytes() {  // unsigned A, signed B
-  asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
+template <int C, int A, int B> inline void add_bytes() {  // all of them signed
+  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
 }
 
 // Tiles 0 to 3 hold sums, 4 and 5 inputs, of `rows` rows each; the others weights.
@@ -42,12 +42,16 @@ constexpr long LINE = WIDTH * 4;  // bytes from one row of sums to the next
 // Where the second pair of sums' tiles lies: beside the first, or below it.
 constexpr long ACROSS = 2 * SIDE * 4, BELOW = SIDE * LINE;
 
+inline void clear_sums() {
+  clear_tile<0>();
+  clear_tile<1>();
+  clear_tile<2>();
+  clear_tile<3>();
+}
+
 inline void start_sums(bool first, const char* from, long second) {
   if (first) {
-    clear_tile<0>();
-    clear_tile<1>();
-    clear_tile<2>();
-    clear_tile<3>();
+    clear_sums();
   } else {
     load_tile<0>(from, LINE);
     load_tile<1>(from + SIDE * 4, LINE);
@@ -99,11 +103,9 @@ void add_panel(const int32_t* weights, long width, long line, const int32_t* x, 
 
 constexpr long WHOLE = SIDE * SIDE;  // words of a tile of packed weights
 
-// sums[2 tiles of rows][32] += rows of x and of y times half a panel of weights
+// Tiles 0 to 3, the second pair below the first, += rows of x and of y times half a panel of weights
 template <class Op>
-void two_by_two(const int32_t* weights, const int32_t* x, const int32_t* y, long stride, long words, bool first,
-                void* sums) {
-  start_sums(first, (char*)sums, BELOW);
+void two_by_two(const int32_t* weights, const int32_t* x, const int32_t* y, long stride, long words) {
   for (long k = 0; k < words; k += SIDE, weights += SIDE * WIDTH) {
     const int32_t* next = weights + SIDE * WIDTH;
     fetch_half(next, SIDE, 0);
@@ -123,28 +125,68 @@ void two_by_two(const int32_t* weights, const int32_t* x, const int32_t* y, long
     fetch_half(y + k + SIDE, stride, 1);
     Op::template add<3, 5, 7>();
   }
-  store_sums((char*)sums, BELOW);
 }
 
-// sums[rows of a block] += rows of x times a panel of weights; `before`: how many rows are in front of the block. Rows
-// go in tiles; the last one starts before its first row, that it may be whole, if there are so many.
+// The sums of tiles 0 to 3 over `words`, which add(from, words) multiplies. Where Op has groups, a group's sums wait as
+// they are, and keep(from, sums) makes floats of them while the unit is at the next group.
+template <class Op, class Add, class Keep>
+inline void sum_up(long words, bool first, F* sums, long second, const Add& add, const Keep& keep) {
+  if constexpr (!Op::GROUP) {
+    start_sums(first, (char*)sums, second);
+    add(0, words);
+    store_sums((char*)sums, second);
+  } else {
+    alignas(64) typename Op::Acc of_group[BLOCK][WIDTH / LANES];
+    for (long from = 0; from < words; from += Op::GROUP) {
+      clear_sums();
+      add(from, words - from < Op::GROUP ? words - from : Op::GROUP);
+      if (from) keep(from - Op::GROUP, of_group);
+      store_sums((char*)of_group, second);
+    }
+    keep((words - 1) / Op::GROUP * Op::GROUP, of_group);
+  }
+}
+
+// W registers of sums of `rows` rows over the group from word `from` on become floats.
+template <class Op, int W>
+inline void keep_group(const typename Op::Inputs& in, long from, bool first, long rows,
+                       const typename Op::Acc (*of_group)[WIDTH / LANES], F* sums) {
+  for (long r = 0; r < rows; r++, sums += WIDTH / LANES)
+    for (int j = 0; j < W; j++) sums[j] = Op::end(in.from(r, from), of_group[r][j], first && !from ? F{} : sums[j]);
+}
+
+// sums[rows of a block] += rows of inputs times a panel of weights; `before`: how many rows are in front of the block.
+// Rows go in tiles; the last one starts before its first row, that it may be whole, if there are so many.
 template <class Op>
-void multiply_block(const int32_t* weights, const int32_t* ahead, const int32_t* x, long stride, long before,
-                    long rows, long words, bool first, typename Op::Sum (*sums)[WIDTH / LANES]) {
-  auto at = [&](long row) {
-    long start = row + SIDE > rows && before + rows >= SIDE ? rows - SIDE : row;
-    return x + start * stride;
-  };
+void multiply_block(const int32_t* weights, const int32_t* ahead, const typename Op::Inputs& in, long before, long rows,
+                    long words, bool first, F (*sums)[WIDTH / LANES]) {
+  auto at = [&](long row) { return in.from(row + SIDE > rows && before + rows >= SIDE ? rows - SIDE : row, 0); };
   long r = 0;
   for (; rows - r > SIDE; r += 2 * SIDE) {
-    const int32_t *pair = at(r), *other = at(r + SIDE);
-    two_by_two<Op>(weights, pair, other, stride, words, first, sums[r]);
-    two_by_two<Op>(weights + 2 * WHOLE, pair, other, stride, words, first, &sums[r][2]);
+    const typename Op::Inputs pair = at(r), other = at(r + SIDE);
+    for (long half = 0; half < 2; half++) {
+      const int32_t* part = weights + half * 2 * WHOLE;
+      F* to = &sums[r][half * 2];
+      auto add = [&](long from, long some) {
+        two_by_two<Op>(part + from * WIDTH, pair.x + from, other.x + from, in.stride, some);
+      };
+      auto keep = [&](long from, const auto& of_group) {
+        keep_group<Op, 2>(pair, from, first, SIDE, of_group, to);
+        keep_group<Op, 2>(other, from, first, SIDE, of_group + SIDE, to + SIDE * WIDTH / LANES);
+      };
+      sum_up<Op>(words, first, to, BELOW, add, keep);
+    }
   }
   if (r >= rows) return;
-  start_sums(first, (char*)sums[r], ACROSS);
-  add_panel<Op>(weights, WIDTH, SIDE, at(r), stride, words, ahead ? ahead : weights);
-  store_sums((char*)sums[r], ACROSS);
+  const typename Op::Inputs last = at(r);
+  auto add = [&](long from, long some) {
+    const int32_t* then = from + some < words ? weights + (from + some) * WIDTH : ahead ? ahead : weights;
+    add_panel<Op>(weights + from * WIDTH, WIDTH, SIDE, last.x + from, in.stride, some, then);
+  };
+  auto keep = [&](long from, const auto& of_group) {
+    keep_group<Op, WIDTH / LANES>(last, from, first, before + rows < SIDE ? rows : SIDE, of_group, sums[r]);
+  };
+  sum_up<Op>(words, first, sums[r], ACROSS, add, keep);
 }
 
 // Where the sums of a block's row are.

@@ -21,7 +21,6 @@ struct Weights {        // of one linear layer, made by `linear_pack` or `linear
   void* packed;         // panels of [words][WIDTH] words of 2 bfloat16 or 4 int8: see `words_of`, `word_at`
   const float* bias;    // [outputs] or null
   const float* scale;   // int8: [outputs], what one step of the weight is worth
-  const int32_t* sums;  // int8: [outputs], the sum of the quantised weights
   int64_t outputs, inputs;
 };
 

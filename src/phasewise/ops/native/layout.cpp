@@ -31,7 +31,7 @@ template <size_t N> void add(std::string& text, const char* name, size_t size, c
 std::string describe() {
   std::string text;
   STRUCTURE(Rows, F(data), F(stride), F(kind));
-  STRUCTURE(Weights, F(packed), F(bias), F(scale), F(sums), F(outputs), F(inputs));
+  STRUCTURE(Weights, F(packed), F(bias), F(scale), F(outputs), F(inputs));
   STRUCTURE(LinearCall, F(weights), F(x), F(add), F(y), F(rows), F(threads), F(best), F(cap));
   STRUCTURE(Sight, F(window), F(sinks), F(far), F(seats), F(block), F(bias));
   STRUCTURE(Sealed, F(levels), F(step), F(low), F(levels_head), F(ends_head), F(slots), F(rows), F(bits), F(group),

@@ -71,7 +71,7 @@ void linear_product(const LinearCall& call, const void* room, Shares* shares, in
   const Bf16::Word* in = (const Bf16::Word*)(lies ? call.x.data : room);
   Best* best = call.best ? call.best + thread * call.rows : nullptr;
   auto finish = [&](long row, long column, long count, F* sums) { write(call, best, row, column, count, sums); };
-  multiply<Bf16>((const int32_t*)w.packed, w.outputs, words, in, stride, call.rows, shares, finish);
+  multiply<Bf16>((const int32_t*)w.packed, w.outputs, words, {in, stride}, call.rows, shares, finish);
 }
 
 void linear_part(const LinearCall& call, void* room, Shares* shares, int thread, int all) {

@@ -1,16 +1,48 @@
 // Linear layers of int8 weights (one scale per output), packed so that one register holds four inputs of LANES outputs.
 //
-// Inputs are quantised row by row to 255 levels and stored as bytes, ZERO standing for zero: 128 where the instructions
-// take unsigned ones. What the offset adds to a sum, ZERO times the sum of the weights, is taken off at the end.
-// Products are exact.
+// Inputs are quantised to 255 levels, each group of 128 consecutive ones of a row by a scale of its own: one that is far
+// larger than the others, as models have them, costs only its group precision. Products are summed exactly within a
+// group, and the groups' sums as floats, in their order.
+//
+// Inputs are signed bytes. So are weights, but where the instructions take one side unsigned: there OFFSET is added to
+// them, and what this adds to a group's sum, OFFSET times the sum of its inputs, is taken off before.
 #include <math.h>
 
 #include "parts.h"
 #include "tile.h"
 
+namespace {
+
+constexpr int OFFSET = LANES == 4 || MATRIX_UNIT ? 0 : 128;
+constexpr long IN_GROUP = 128;  // inputs of a group; the last one of a row may have fewer
+
+struct Group {
+  float worth;    // of one step; NaN if it holds an infinity or NaN, which then spoils its own row and no other
+  int32_t begin;  // what its sums begin with
+};
+
+long groups_of(long inputs) { return (inputs + IN_GROUP - 1) / IN_GROUP; }
+
 struct Int8 {
-  typedef I Sum;
+  typedef I Acc;
   typedef int32_t Word;
+  static constexpr long GROUP = IN_GROUP / 4;  // in words
+
+  struct Inputs {
+    const Word* x;
+    long stride;
+    const Group* group;
+    long groups;  // of a row
+
+    Inputs from(long row, long word) const {
+      return {x + row * stride + word, stride, group + row * groups + word / GROUP, groups};
+    }
+  };
+
+  static I begin(const Inputs& in, bool, const F&) { return OFFSET ? splat(in.group->begin) : I{}; }
+  static F end(const Inputs& in, I acc, F sum) {
+    return fused(__builtin_convertvector(acc, F), splat(in.group->worth), sum);
+  }
 
 #if MATRIX_UNIT
   template <int C, int A, int B> static void add() { add_bytes<C, A, B>(); }
@@ -21,77 +53,87 @@ struct Int8 {
     for (int j = 0; j < W; j++) w[j] = load<I>(weights + j * LANES);
     for (int r = 0; r < R; r++) {
       I in = splat(x[r * stride]);
-      for (int j = 0; j < W; j++) acc[r][j] = dot(acc[r][j], w[j], in);
+      for (int j = 0; j < W; j++) acc[r][j] = dot(acc[r][j], in, w[j]);
     }
   }
 #endif
 };
 
-// The largest magnitude of a row, NaN if it holds an infinity or NaN.
-template <class T> static float largest(const T* x, long count) {
-  F top = {}, spoiled = {};
+// The largest magnitude, NaN if there is an infinity or NaN among them.
+template <class T> float largest(const T* x, long count) {
+  I top = {};
   long k = 0;
   for (; k + LANES <= count; k += LANES) {
-    F v = load_floats(x + k);
-    top = max(max(v, -v), top);
-    spoiled += v * 0.0f;
+    I bits = (I)load_floats(x + k) & 0x7fffffff;  // in the order of the magnitudes; those of NaN are the largest
+    top = bits > top ? bits : top;
   }
-  float m = most(top), bad = sum(spoiled);
+  int32_t most_bits = most(top);
   for (; k < count; k++) {
-    float v = to_float(x[k]);
-    m = fabsf(v) > m ? fabsf(v) : m;
-    bad += v * 0.0f;
+    float v = fabsf(to_float(x[k]));
+    int32_t bits;
+    memcpy(&bits, &v, 4);
+    most_bits = bits > most_bits ? bits : most_bits;
   }
-  return m + bad;
+  float found;
+  memcpy(&found, &most_bits, 4);
+  return most_bits >= 0x7f800000 ? NAN : found;
 }
 
-// x * inverse to the nearest integers; they fit a byte.
-template <class T> static void round_row(const T* x, long count, float inverse, int offset, uint8_t* out) {
+// x * inverse to the nearest integers, which fit a byte, plus `offset`; returns the integers' sum.
+template <class T> int32_t round_all(const T* x, long count, float inverse, int offset, uint8_t* out) {
+  const int32_t zero = 0x4b400000;  // MAGIC's bits
+  I all = {};
   long k = 0;
   for (; k + LANES <= count; k += LANES) {
-    I rounded = (I)(load_floats(x + k) * inverse + MAGIC) + offset;
-    store_bytes(out + k, rounded);
+    I rounded = (I)fused(load_floats(x + k), splat(inverse), splat(MAGIC)) - zero;
+    store_bytes(out + k, rounded + offset);
+    all += rounded;
   }
+  int32_t total = OFFSET ? sum(all) : 0;
   for (; k < count; k++) {
-    float shifted = to_float(x[k]) * inverse + MAGIC;
+    float shifted = fmaf(to_float(x[k]), inverse, MAGIC);
     int32_t bits;
     memcpy(&bits, &shifted, 4);
-    out[k] = (uint8_t)(bits + offset);
+    out[k] = (uint8_t)(bits - zero + offset);
+    total += bits - zero;
   }
+  return total;
 }
 
-// One row to bytes; returns what one step is worth: NaN for a row with an infinity or NaN, which then spoils its own
-// outputs and no others.
-template <class T> static float quantise(const T* x, long inputs, long words, int offset, uint8_t* out) {
-  float top = largest(x, inputs);
-  round_row(x, inputs, top > 0 ? 127 / top : 0, offset, out);
-  memset(out + inputs, offset, words * 4 - inputs);
-  return top / 127;
+// Numbers to bytes, and `room` bytes filled up with zeros. A largest one below 1e-35 is taken for nothing.
+template <class T> Group quantise(const T* x, long count, long room, int offset, uint8_t* out) {
+  float top = largest(x, count);
+  int32_t total = round_all(x, count, top >= 1e-35f ? 127 / top : 0, offset, out);
+  memset(out + count, offset, room - count);
+  return {top / 127, -OFFSET * total};
 }
 
-// weight [outputs, inputs] -> packed, scale and sums of `w`
+Group quantise(const Rows& rows, long row, long from, long count, long room, int offset, uint8_t* out) {
+  long at = row * rows.stride + from;
+  return rows.kind == FLOAT ? quantise((const float*)rows.data + at, count, room, offset, out)
+                            : quantise((const bf16*)rows.data + at, count, room, offset, out);
+}
+
+}  // namespace
+
+// weight [outputs, inputs] -> packed and scale of `w`
 API void linear8_pack(const Rows* weight, const Weights* w, int64_t threads) {
   long words = words_of(w->inputs, 4);
   uint8_t* rounded = (uint8_t*)scratch(OF_LINEAR, threads * words * 4);
   together(threads, [&](int thread, int all) {
     uint8_t* row = rounded + thread * words * 4;
     for (long o = thread; o < w->outputs; o += all) {
-      float* scale = (float*)w->scale + o;
-      long at = o * weight->stride;
-      *scale = weight->kind == FLOAT ? quantise((const float*)weight->data + at, w->inputs, words, 0, row)
-                                     : quantise((const bf16*)weight->data + at, w->inputs, words, 0, row);
+      ((float*)w->scale)[o] = quantise(*weight, o, 0, w->inputs, words * 4, OFFSET, row).worth;
       int32_t* panel = (int32_t*)w->packed + o / WIDTH * words * WIDTH;
       for (long k = 0; k < words; k++) panel[word_at(k, o % WIDTH)] = load<int32_t>(row + k * 4);
-      int32_t sum = 0;
-      for (long k = 0; k < w->inputs; k++) sum += (int8_t)row[k];
-      ((int32_t*)w->sums)[o] = sum;
     }
   });
 }
 
 template <class T> static void widen_column(const Weights& w, long which, T* out) {
-  const int8_t* panel = (const int8_t*)w.packed + which / WIDTH * words_of(w.inputs, 4) * WIDTH * 4;
-  for (long k = 0; k < w.inputs; k++) put(out + k, panel[word_at(k / 4, which % WIDTH) * 4 + k % 4] * w.scale[which]);
+  const uint8_t* panel = (const uint8_t*)w.packed + which / WIDTH * words_of(w.inputs, 4) * WIDTH * 4;
+  for (long k = 0; k < w.inputs; k++)
+    put(out + k, (int8_t)(panel[word_at(k / 4, which % WIDTH) * 4 + k % 4] - OFFSET) * w.scale[which]);
 }
 
 void linear8_row(const Weights& w, long which, bf16* out) { widen_column(w, which, out); }
@@ -110,36 +152,35 @@ API int64_t linear8_rows(const Weights* w, const int64_t* which, int64_t count, 
   return 0;
 }
 
-long linear8_room(const LinearCall& call) { return call.rows * (words_of(call.weights->inputs, 4) + 1) * 4; }
+long linear8_room(const LinearCall& call) {
+  long inputs = call.weights->inputs;
+  return call.rows * (words_of(inputs, 4) * 4 + groups_of(inputs) * sizeof(Group));
+}
 
 void linear8_inputs(const LinearCall& call, void* room, int thread, int all) {
-  const Weights& w = *call.weights;
-  const Rows& x = call.x;
-  long words = words_of(w.inputs, 4);
+  const long inputs = call.weights->inputs, words = words_of(inputs, 4), groups = groups_of(inputs);
   int32_t* in = (int32_t*)room;
-  float* worth = (float*)(in + call.rows * words);
-  for (long r = thread; r < call.rows; r += all) {
-    uint8_t* out = (uint8_t*)(in + r * words);
-    worth[r] = x.kind == FLOAT ? quantise((const float*)x.data + r * x.stride, w.inputs, words, ZERO, out)
-                               : quantise((const bf16*)x.data + r * x.stride, w.inputs, words, ZERO, out);
+  Group* group = (Group*)(in + call.rows * words);
+  for (long i = thread; i < call.rows * groups; i += all) {
+    long row = i / groups, from = i % groups * IN_GROUP, left = inputs - from;
+    bool last = left <= IN_GROUP;
+    uint8_t* out = (uint8_t*)(in + row * words) + from;
+    group[i] = quantise(call.x, row, from, last ? left : IN_GROUP, last ? words * 4 - from : IN_GROUP, 0, out);
   }
 }
 
 void linear8_product(const LinearCall& call, const void* room, Shares* shares, int thread) {
   const Weights& w = *call.weights;
-  long words = words_of(w.inputs, 4);
+  const long words = words_of(w.inputs, 4);
   const int32_t* in = (const int32_t*)room;
-  const float* worth = (const float*)(in + call.rows * words);
+  const Int8::Inputs inputs = {in, words, (const Group*)(in + call.rows * words), groups_of(w.inputs)};
   Best* best = call.best ? call.best + thread * call.rows : nullptr;
-  auto finish = [&](long row, long column, long count, const I* sums) {
-    F values[WIDTH / LANES] = {};
-    float* v = (float*)values;
-    const int32_t* s = (const int32_t*)sums;
-    for (long i = 0; i < count; i++)
-      v[i] = (float)(s[i] - ZERO * w.sums[column + i]) * (worth[row] * w.scale[column + i]);
-    write(call, best, row, column, count, values);
+  auto finish = [&](long row, long column, long count, F* sums) {
+    float* v = (float*)sums;
+    for (long i = 0; i < count; i++) v[i] *= w.scale[column + i];
+    write(call, best, row, column, count, sums);
   };
-  multiply<Int8>((const int32_t*)w.packed, w.outputs, words, in, words, call.rows, shares, finish);
+  multiply<Int8>((const int32_t*)w.packed, w.outputs, words, inputs, call.rows, shares, finish);
 }
 
 void linear8_part(const LinearCall& call, void* room, Shares* shares, int thread, int all) {

@@ -7,18 +7,6 @@
 #include "packed.h"
 #include "paired.h"
 
-inline int32_t most(I v) {
-#if LANES == 16
-  return _mm512_reduce_max_epi32((__m512i)v);
-#elif LANES == 4
-  return vmaxvq_s32((int32x4_t)v);
-#else
-  __m128i m = _mm_max_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
-  m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4e));
-  return _mm_cvtsi128_si32(_mm_max_epi32(m, _mm_shuffle_epi32(m, 0xb1)));
-#endif
-}
-
 // The largest magnitude of some numbers, up to a whole register; NaN is larger than all.
 inline float largest_of(const float* x, long count) {
   I top = {};

@@ -72,16 +72,31 @@ inline F fused(F a, F b, F c) {
 #if LANES == 16
 inline F max(F a, F b) { return (F)_mm512_max_ps((__m512)a, (__m512)b); }
 inline bool any(I v) { return _mm512_test_epi32_mask((__m512i)v, (__m512i)v) != 0; }
+inline int32_t sum(I v) { return _mm512_reduce_add_epi32((__m512i)v); }
+inline int32_t most(I v) { return _mm512_reduce_max_epi32((__m512i)v); }
 inline float sum(F v) { return _mm512_reduce_add_ps((__m512)v); }
 inline float most(F v) { return _mm512_reduce_max_ps((__m512)v); }
 #elif LANES == 4
 inline F max(F a, F b) { return select(a > b, a, b); }
 inline bool any(I v) { return vmaxvq_u32((uint32x4_t)v) != 0; }
+inline int32_t sum(I v) { return vaddvq_s32((int32x4_t)v); }
+inline int32_t most(I v) { return vmaxvq_s32((int32x4_t)v); }
 inline float sum(F v) { return vaddvq_f32((float32x4_t)v); }
 inline float most(F v) { return vmaxnmvq_f32((float32x4_t)v); }
 #else
 inline F max(F a, F b) { return (F)_mm256_max_ps((__m256)a, (__m256)b); }
 inline bool any(I v) { return !_mm256_testz_si256((__m256i)v, (__m256i)v); }
+template <class Fold> inline int32_t fold(I v, const Fold& two) {  // of all lanes, by twos
+  __m128i m = two(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+  m = two(m, _mm_shuffle_epi32(m, 0x4e));
+  return _mm_cvtsi128_si32(two(m, _mm_shuffle_epi32(m, 0xb1)));
+}
+inline int32_t sum(I v) {
+  return fold(v, [](__m128i a, __m128i b) { return _mm_add_epi32(a, b); });
+}
+inline int32_t most(I v) {
+  return fold(v, [](__m128i a, __m128i b) { return _mm_max_epi32(a, b); });
+}
 inline float sum(F v) {
   float s = 0;
   for (int i = 0; i < LANES; i++) s += v[i];
@@ -172,9 +187,7 @@ inline float to_float(bf16 x) { return widen(x); }
 inline void put(float* p, float x) { *p = x; }
 inline void put(bf16* p, float x) { *p = narrow(x); }
 
-// ---- acc[lane] += sum over i < 4 of w[4 lane + i] (signed bytes) x[4 lane + i] (bytes, signed where ZERO is 0)
-constexpr int ZERO = LANES == 4 ? 0 : 128;  // the byte that stands for an x of zero
-
+// ---- acc[lane] += sum over i < 4 of w[4 lane + i] (signed bytes) x[4 lane + i] (bytes, signed with NEON)
 inline I dot(I acc, I w, I x) {
 #if DOT_INSTRUCTIONS
   return (I)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)x, (__m512i)w);

@@ -269,7 +269,7 @@ static char* lay_out(const StackCall& call, Room& room, int threads, char* at) {
   room.gated = (bf16*)take(at, rows * inner * 2);
   room.spans = (Span*)take(at, layer_count(call) * call.span_count * sizeof(Span));
   room.shares = (Shares*)take(at, layer_count(call) * (4 + room.stages + 2 * room.slices) * sizeof(Shares));
-  room.input = (inputs + 4) * 4;
+  room.input = (inputs + 32) * 4;  // int8: words of the matrix unit's tiles, and what their groups are worth
   room.inputs = take(at, rows * room.input);
   room.low = (bf16*)take(at, rows * room.low_width * 2);
   room.tuned = (Shares*)take(at, layer_count(call) * call.tuned_count * 8 * sizeof(Shares));

@@ -27,58 +27,64 @@ constexpr long CHUNK = DOT_INSTRUCTIONS ? 512 : LANES == 8 ? 32 : 64;
 constexpr long LINE = 16;                     // words of a cache line
 constexpr long LINES_OF_STEP = WIDTH / LINE;  // of a step's weights
 
-// Op: Sum, a register of sums; Word, what the inputs come in, meeting one word of 32 bits of every output's weights;
-// step<R, W>(acc, weights, x, stride): the products of one word of R rows with W registers of weights. At every step
-// LINES cache lines of weights `ahead` are fetched; where a chunk is short, what follows it is, evenly over the passes:
-// memory works while they multiply. A single pass reads on and on, which the hardware foresees. Not inlined: GCC then
-// keeps all sums in registers.
+// Op: Word, what the inputs come in, meeting one word of 32 bits of every output's weights; Acc, a register of sums over
+// a group of GROUP words, from begin() to end(), which brings them into floats; step<R, W>(acc, weights, x, stride): the
+// products of one word of R rows with W registers of weights. GROUP 0: a chunk is one group. At every step LINES cache
+// lines of weights `ahead` are fetched; where a chunk is short, what follows it is, evenly over the passes: memory works
+// while they multiply. A single pass reads on and on, which the hardware foresees. Not inlined: GCC then keeps all sums
+// in registers.
 template <class Op, int R, int LINES>
-__attribute__((noinline)) void tile(const int32_t* weights, const int32_t* ahead, const typename Op::Word* x,
-                                    long stride, long words, bool first,
-                                    typename Op::Sum (*sums)[WIDTH / LANES]) {
+__attribute__((noinline)) void tile(const int32_t* weights, const int32_t* ahead, const typename Op::Inputs in,
+                                    long words, bool first, F (*sums)[WIDTH / LANES]) {
   constexpr int W = registers(R), PASSES = WIDTH / LANES / W;
   constexpr int EACH = DOT_INSTRUCTIONS || PASSES == 1 ? 0 : LINES_OF_STEP / PASSES;
   for (int at = 0; at < WIDTH / LANES; at += W) {
-    typename Op::Sum acc[R][W];
-    for (int r = 0; r < R; r++)
-      for (int j = 0; j < W; j++) acc[r][j] = first ? typename Op::Sum{} : sums[r][at + j];
-    for (long k = 0; k < words; k++) {
-      const int32_t* next = weights + words * WIDTH + (at / W * words + k) * EACH * LINE;
-      for (int i = 0; i < EACH; i++) __builtin_prefetch(next + i * LINE);
-      for (int i = 0; i < LINES; i++) __builtin_prefetch(ahead + (k * LINES + i) * LINE, 0, 2);
-      Op::template step<R, W>(acc, weights + k * WIDTH + at * LANES, x + k, stride);
+    for (long from = 0, to; from < words; from = to) {
+      to = Op::GROUP && words - from > Op::GROUP ? from + Op::GROUP : words;
+      typename Op::Acc acc[R][W];
+      for (int r = 0; r < R; r++)
+        for (int j = 0; j < W; j++) acc[r][j] = Op::begin(in.from(r, from), first, sums[r][at + j]);
+      for (long k = from; k < to; k++) {
+        const int32_t* next = weights + words * WIDTH + (at / W * words + k) * EACH * LINE;
+        for (int i = 0; i < EACH; i++) __builtin_prefetch(next + i * LINE);
+        for (int i = 0; i < LINES; i++) __builtin_prefetch(ahead + (k * LINES + i) * LINE, 0, 2);
+        Op::template step<R, W>(acc, weights + k * WIDTH + at * LANES, in.x + k, in.stride);
+      }
+      for (int r = 0; r < R; r++)
+        for (int j = 0; j < W; j++) {
+          F& sum = sums[r][at + j];
+          sum = Op::end(in.from(r, from), acc[r][j], first && !from ? F{} : sum);
+        }
     }
-    for (int r = 0; r < R; r++)
-      for (int j = 0; j < W; j++) sums[r][at + j] = acc[r][j];
   }
 }
 
 template <class Op, int LINES, int R = MOST_ROWS>
-void tile_of_lines(long rows, const int32_t* weights, const int32_t* ahead, const typename Op::Word* x, long stride,
-                   long words, bool first, typename Op::Sum (*sums)[WIDTH / LANES]) {
-  if (rows == R) tile<Op, R, LINES>(weights, ahead, x, stride, words, first, sums);
-  else if constexpr (R > 1) tile_of_lines<Op, LINES, R - 1>(rows, weights, ahead, x, stride, words, first, sums);
+void tile_of_lines(long rows, const int32_t* weights, const int32_t* ahead, const typename Op::Inputs& in, long words,
+                   bool first, F (*sums)[WIDTH / LANES]) {
+  if (rows == R) tile<Op, R, LINES>(weights, ahead, in, words, first, sums);
+  else if constexpr (R > 1) tile_of_lines<Op, LINES, R - 1>(rows, weights, ahead, in, words, first, sums);
 }
 
 // `rows` and `lines` known to the compiler: 4, 2, 1 or 0 lines; none where a chunk is as short as the L1 cache.
 template <class Op, int LINES = DOT_INSTRUCTIONS ? 4 : 0>
-void tile_of(long rows, long lines, const int32_t* weights, const int32_t* ahead, const typename Op::Word* x,
-             long stride, long words, bool first, typename Op::Sum (*sums)[WIDTH / LANES]) {
-  if (lines >= LINES) tile_of_lines<Op, LINES>(rows, weights, ahead, x, stride, words, first, sums);
-  else if constexpr (LINES > 0) tile_of<Op, LINES / 2>(rows, lines, weights, ahead, x, stride, words, first, sums);
+void tile_of(long rows, long lines, const int32_t* weights, const int32_t* ahead, const typename Op::Inputs& in,
+             long words, bool first, F (*sums)[WIDTH / LANES]) {
+  if (lines >= LINES) tile_of_lines<Op, LINES>(rows, weights, ahead, in, words, first, sums);
+  else if constexpr (LINES > 0) tile_of<Op, LINES / 2>(rows, lines, weights, ahead, in, words, first, sums);
 }
 
 // Rows that need more than one tile are spread over them evenly, and each tile fetches its share of what comes `ahead`
 // (or null): else memory would be idle while all but the first multiply what already lies in the cache.
 template <class Op>
-void multiply_block(const int32_t* weights, const int32_t* ahead, const typename Op::Word* x, long stride, long,
-                    long rows, long words, bool first, typename Op::Sum (*sums)[WIDTH / LANES]) {
+void multiply_block(const int32_t* weights, const int32_t* ahead, typename Op::Inputs in, long, long rows, long words,
+                    bool first, F (*sums)[WIDTH / LANES]) {
   long tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
   for (long i = 0, from = 0, to; i < tiles; i++, from = to) {
     long some = (rows + tiles - i - 1) / (tiles - i);
     to = ((i + 1) * LINES_OF_STEP + tiles - 1) / tiles;
-    tile_of<Op>(some, ahead ? to - from : 0, weights, ahead + from * words * LINE, x, stride, words, first, sums);
-    rows -= some, x += some * stride, sums += some;
+    tile_of<Op>(some, ahead ? to - from : 0, weights, ahead + from * words * LINE, in, words, first, sums);
+    rows -= some, in = in.from(some, 0), sums += some;
   }
 }
 
@@ -87,7 +93,8 @@ inline long place_of(long row, long, long) { return row; }
 
 // Words of two bfloat16; sums in float32.
 struct Bf16 {
-  typedef F Sum;
+  typedef F Acc;
+  static constexpr long GROUP = 0;
 #if MATRIX_UNIT
   typedef bf16 Number;
   typedef int32_t Word;
@@ -121,14 +128,25 @@ struct Bf16 {
       for (int j = 0; j < W; j++) acc[r][j] += w[j] * x[r * stride].odd;
   }
 #endif
+
+  struct Inputs {
+    const Word* x;
+    long stride;
+
+    Inputs from(long row, long word) const { return {x + row * stride + word, stride}; }
+  };
+
+  static F begin(const Inputs&, bool first, const F& sum) { return first ? F{} : sum; }
+  static F end(const Inputs&, F acc, F) { return acc; }
 };
 
 // finish(row, column, count, sums) gets every row's sums for `count` outputs from `column` on.
 template <class Op, class Finish>
-void multiply(const int32_t* packed, long outputs, long words, const typename Op::Word* x, long stride, long rows,
-              Shares* shares, const Finish& finish) {
+void multiply(const int32_t* packed, long outputs, long words, const typename Op::Inputs& in, long rows, Shares* shares,
+              const Finish& finish) {
+  static_assert(!Op::GROUP || CHUNK % Op::GROUP == 0, "chunks end where groups do");
   if (!rows) return;
-  alignas(64) typename Op::Sum sums[BLOCK][WIDTH / LANES];
+  alignas(64) F sums[BLOCK][WIDTH / LANES];
   start_tiles(rows < SIDE ? rows : SIDE);
   long most = LANES != 8 || rows > 1 ? CHUNK : words;  // with AVX2 one row reads nothing twice
   Numbers panels{shares};
@@ -141,7 +159,7 @@ void multiply(const int32_t* packed, long outputs, long words, const typename Op
         long length = words - k < most ? words - k : most;
         const int32_t *chunk = panel + k * WIDTH, *ahead = chunk + length * WIDTH;
         if (k + length == words) ahead = row + BLOCK < rows ? panel : other;
-        multiply_block<Op>(chunk, ahead, x + row * stride + k, stride, row, some, length, k == 0, sums);
+        multiply_block<Op>(chunk, ahead, in.from(row, k), row, some, length, k == 0, sums);
       }
       long column = p * WIDTH, count = outputs - column < WIDTH ? outputs - column : WIDTH;
       for (long r = 0; r < some; r++) finish(row + r, column, count, sums[place_of(r, row, some)]);

@@ -13,6 +13,7 @@ from phasewise.ops.native.room import room
 
 KIND = {torch.float32: 0, torch.bfloat16: 1}
 WIDTH = 64  # outputs per panel, as in kernels.h
+GROUP = 128  # inputs of a row that share a scale in int8, as in linear8.cpp
 SLICE = 16 << 20  # bytes of a weight that are packed at a time
 
 
@@ -20,8 +21,10 @@ class PackedWeights:
     """x [T, in] -> x W^T + bias (+ add) [T, out] for float32 or bfloat16 rows; the result has the rows' dtype.
 
     Sums are taken in one order, so a row's result does not depend on how many rows there are. bfloat16 weights: the
-    products are of bfloat16 (float32 rows are rounded first) and the sums float32. `int8`: one scale per output, rows
-    rounded to 255 levels of their largest magnitude, exact sums. There must be a `library()`.
+    products are of bfloat16 (float32 rows are rounded first) and the sums float32. `int8`: weights with one scale per
+    output; rows with one for every `GROUP` of their inputs (the last may have fewer), rounded to 255 levels of the
+    group's largest magnitude; sums exact within a group, and float32 over groups in their order. There must be a
+    `library()`.
 
     Packing goes by slices of the weight's rows; `done` is told each of them, whose memory may then be let go.
     """
@@ -41,13 +44,11 @@ class PackedWeights:
         width = -(-self.outputs // WIDTH) * WIDTH
         self._column = kernels.words(self.inputs, 4 if int8 else 2) * 4
         packed = room(width * self._column)
-        scales = (torch.empty(self.outputs), torch.empty(self.outputs, dtype=torch.int32)) if int8 else ()
-        self._kept = (packed, *scales)
+        self._kept = packed, torch.empty(self.outputs) if int8 else None
         self.nbytes = self.outputs * (self.inputs + 4 if int8 else self.inputs * 2)
         self.nbytes += 0 if bias is None else bias.nbytes
         self._struct = WeightsStruct(packed=packed, bias=self._bias, outputs=self.outputs, inputs=self.inputs)
-        for name, values in zip(("scale", "sums"), scales):
-            self._struct.point(name, values)
+        self._struct.point("scale", self._kept[1])
         self.address = self._struct.address
         self._multiply = kernels.linear8 if int8 else kernels.linear
         self._rows = kernels.linear8_rows if int8 else kernels.linear_rows
@@ -62,12 +63,11 @@ class PackedWeights:
         """Rows `start` .. of the weight, from the beginning of a panel."""
         kernels, threads = library(), torch.get_num_threads()
         assert kernels is not None
-        packed, *scales = self._kept
+        packed, scale = self._kept
         at = packed.data_ptr() + start * self._column
         target = WeightsStruct(packed=at, outputs=len(rows), inputs=self.inputs)
-        for name, values in zip(("scale", "sums"), scales):
-            target.point(name, values[start:])
-        if self.int8:
+        if scale is not None:
+            target.point("scale", scale[start:])
             source = RowsStruct(data=rows, stride=self.inputs, kind=KIND[rows.dtype])
             kernels.linear8_pack(source.address, target.address, threads)
         else:
