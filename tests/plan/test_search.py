@@ -64,8 +64,9 @@ def found() -> Tried:
 def test_pool_sizes_are_all_there() -> None:
     found = places(3)
     assert found == ["colocated", "disaggregated:prefill=1,decode=1", "disaggregated:prefill=1,decode=2",
-                     "disaggregated:prefill=2,decode=1", "splitwise:prompt=1,token=1", "splitwise:prompt=1,token=2",
-                     "splitwise:prompt=2,token=1", "splitwise:prompt=1,token=1,mixed=1"]  # fmt: skip
+                     "disaggregated:prefill=2,decode=1", "replicated:workers=2", "replicated:workers=3",
+                     "splitwise:prompt=1,token=1", "splitwise:prompt=1,token=2", "splitwise:prompt=2,token=1",
+                     "splitwise:prompt=1,token=1,mixed=1"]  # fmt: skip
     assert places(1) == ["colocated"]
     mixed = [name.partition("mixed=")[2] for name in places(8) if name.startswith("splitwise")]
     assert Counter(mixed) == {"": 28, "1": 21, "2": 15, "4": 6}
@@ -74,7 +75,8 @@ def test_pool_sizes_are_all_there() -> None:
 def test_workers_of_one_machine_divide_its_cores() -> None:
     """A server takes the machine whole, however many workers it has; pools that lend KV are among them."""
     found = places(2, machine=True)
-    assert found == ["colocated", "disaggregated:prefill=1,decode=1", "semi_pd", "splitwise:prompt=1,token=1"]
+    assert found == ["colocated", "disaggregated:prefill=1,decode=1", "replicated:workers=2", "semi_pd",
+                     "splitwise:prompt=1,token=1"]  # fmt: skip
     asked = question(SLO(0.6, None))
     asked = replace(asked, load=replace(asked.load, requests=40))
     machine = replace(asked, source=lambda choice: replace(asked.source(choice), machine=True))

@@ -25,7 +25,7 @@ class Numbers:
         self.counters = Counters()
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self.kv_bytes = self.prefix_bytes = 0
+        self.kv_bytes = self.prefix_bytes = self.lora_bytes = 0
         self.tiers: dict[str, float] = {}
         self.workers: dict[str, int] = {}
         self.by_role: dict[str, dict[str, int]] = {}

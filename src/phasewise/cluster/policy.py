@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
-from phasewise.cluster.launcher import WorkerSpec
+if TYPE_CHECKING:
+    from phasewise.cluster.launcher import WorkerSpec
 
 
 class WorkerView(Protocol):
@@ -145,6 +146,8 @@ class TwoPools:
     push: bool = False
 
     def worker_specs(self) -> list[WorkerSpec]:
+        from phasewise.cluster.launcher import WorkerSpec  # with PyTorch, which no command line needs
+
         threads = threads_each(self.prefill + self.decode)
         prefill = WorkerSpec("prefill", ("prefill",), self.share / self.prefill, threads=threads)
         decode = WorkerSpec("decode", ("prefill", "decode"), (1.0 - self.share) / self.decode, threads=threads)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-from phasewise.cluster.launcher import WorkerSpec
 from phasewise.cluster.policy import S, least_decoding, threads_each
 from phasewise.errors import UserError
+
+if TYPE_CHECKING:
+    from phasewise.cluster.launcher import WorkerSpec
 
 Route = Literal["prefix", "load", "turns"]
 ROUTES: tuple[Route, ...] = get_args(Route)
@@ -42,6 +44,8 @@ class PrefixRouting:
     turn: int = field(default=0, init=False)
 
     def worker_specs(self) -> list[WorkerSpec]:
+        from phasewise.cluster.launcher import WorkerSpec  # with PyTorch, which no command line needs
+
         threads = threads_each(self.workers)
         return [WorkerSpec("replica", ("prefill", "decode"), 1.0 / self.workers, threads=threads)] * self.workers
 
