@@ -53,7 +53,8 @@ def foreign(folder: Path, shape: DenseShape) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", artefacts.names())
+# a model of random weights finds no needle, and so no layer for tidal (tests/attend/test_tidal.py)
+@pytest.mark.parametrize("kind", sorted({*artefacts.names()} - {"attend.tidal"}))
 def test_it_is_trained_and_serves(
     kind: str, base: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

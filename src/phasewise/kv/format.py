@@ -165,7 +165,7 @@ class BlockFormat(ABC):
         raise NotImplementedError("saliency does not matter to these blocks")
 
 
-def block_format(format: RowFormat) -> BlockFormat | None:
+def block_format(format: RowFormat | BlockFormat) -> BlockFormat | None:
     """The format, if it quantises finished blocks."""
     return format if isinstance(format, BlockFormat) else None
 
@@ -186,7 +186,7 @@ def settled_bytes(format: BlockFormat, shape: KVShape, side: int) -> int:
     return kinds_bytes(format.settled(side, shape))
 
 
-def booked(format: RowFormat, shape: KVShape, rows: int) -> int:
+def booked(format: RowFormat | BlockFormat, shape: KVShape, rows: int) -> int:
     """Bytes of a layer that are set aside for the blocks of so many rows."""
     blocks = block_format(format)
     if blocks is None:

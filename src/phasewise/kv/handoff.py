@@ -90,9 +90,13 @@ def exactness(kv: KV) -> str:
 
 
 def landing(kv: KV) -> int:
-    """Bytes that the rows take where they land, with what is booked for drawers."""
+    """Bytes that the rows take where they land, with what is booked for drawers. Blocks whose format is fitted to the
+    prompt have that format there too."""
     return kv.drawn + sum(
-        rounded(slab.n + 1) * slab.buffer.row + booked(layer.format, layer.shape, rounded(slab.base + slab.n + 1))
+        rounded(slab.n + 1) * slab.buffer.row
+        + booked(
+            layer.format if layer.blocks is None else layer.blocks.format, layer.shape, rounded(slab.base + slab.n + 1)
+        )
         for layer in kv.layers
         for slab in layer.slabs
     )
