@@ -146,21 +146,27 @@ class InText:
 IN_TEXT = InText()
 
 
+def _indexed(
+    keys: TopK, reads: Sequence[Read]
+) -> tuple[dict[int, tuple[Read, Any]], dict[int, tuple[Read, Any]]]:  # fmt: skip
+    """The reads that choose, by their place, each with what its scorer keeps: those of single rows, and the others."""
+    singles, several = dict[int, tuple[Read, Any]](), dict[int, tuple[Read, Any]]()
+    for i, read in enumerate(reads):
+        if chooses(keys, read):
+            index = keys.scorer.index(read)
+            _told(keys, read)
+            (singles if single(read) else several)[i] = read, index
+    return singles, several
+
+
 def top_k(keys: TopK, reads: Sequence[Read], reader: SelectedReader = IN_TEXT) -> list[Tensor | None]:
     """Attention of one layer over what rows read by top-k selection. Single rows take one call, with lists that kernels
     make where they can."""
     out: list[Tensor | None] = [None] * len(reads)
-    singles: dict[int, tuple[Read, Any]] = {}
-    for i, read in enumerate(reads):
-        if not chooses(keys, read):
-            continue
-        index = keys.scorer.index(read)
-        _told(keys, read)
-        if single(read):
-            singles[i] = read, index
-        else:
-            pieces = [_masked(keys, piece, index, reader) for piece in read.slices(ENTRIES)]
-            out[i] = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    singles, several = _indexed(keys, reads)
+    for i, (read, index) in several.items():
+        pieces = [_masked(keys, piece, index, reader) for piece in read.slices(ENTRIES)]
+        out[i] = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     lists = slots_of(keys, singles)
     if lists:
         rests = [rest for _, rest in lists.values() if rest is not None]
@@ -173,17 +179,10 @@ def top_k(keys: TopK, reads: Sequence[Read], reader: SelectedReader = IN_TEXT) -
 def named(keys: TopK, reads: Sequence[Read]) -> list[Tensor | None]:
     """What rows read by top-k selection, as `NamedSlots` has it."""
     out: list[Tensor | None] = [None] * len(reads)
-    singles: dict[int, tuple[Read, Any]] = {}
-    for i, read in enumerate(reads):
-        if not chooses(keys, read):
-            continue
-        index = keys.scorer.index(read)
-        _told(keys, read)
-        if single(read):
-            singles[i] = read, index
-        else:
-            rows = rivals(keys, read)
-            out[i] = selected(keys, rows, keys.scorer.scores(read, index, rows))
+    singles, several = _indexed(keys, reads)
+    for i, (read, index) in several.items():
+        rows = rivals(keys, read)
+        out[i] = selected(keys, rows, keys.scorer.scores(read, index, rows))
     for i, (slots, _) in slots_of(keys, singles).items():
         out[i] = slots
     return out
