@@ -34,8 +34,8 @@ FILES  := --dist loadfile --no-loadscope-reorder --durations=20
 test: $(VENV)/.test ## Run the quick tests, or all of the files and folders that ARGS names
 	@$(PYTEST) $(FILES) --tier quick $(ARGS)
 
-test-rest: $(VENV)/.test ## Run a third of the thorough tests, another one each day (ARGS="--turns 1": all; tests/tiers.py)
-	@$(PYTEST) $(FILES) --tier rest --turns 3 $(ARGS)
+test-rest: $(VENV)/.test ## Run a fifth of the thorough tests, another one each day (ARGS="--turns 1": all; tests/tiers.py)
+	@$(PYTEST) $(FILES) --tier rest --turns 5 $(ARGS)
 
 test-all: $(VENV)/.test ## Run all tests, then the laws over all pairs of methods (long)
 	@$(PYTEST) $(FILES) $(ARGS)

@@ -113,17 +113,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """What the tier leaves out goes; the longest files first; all else in its order."""
     tier, runs, left_out = config.getoption("--tier"), list[pytest.Item](), list[pytest.Item]()
     rotates = not config.getoption("--every-day")
-    given, waits, slower = _given(config), _sampled_out(items), set[pytest.Item]()
+    given, waits = _given(config), _sampled_out(items)
     for item in items:
         file, test = tiers.file(item.path), getattr(item, "originalname", item.name)
-        if rotates and tiers.of_another_day(file, test, seeds.turn()):
-            slower.add(item)
         hard = tiers.thorough(file, test) or item in waits or item.get_closest_marker("thorough") is not None
-        hard = hard or item in slower
+        hard = hard or (rotates and tiers.of_another_day(file, test, seeds.turn()))
         (runs if tiers.chosen(tier, hard, tiers.named(file, given)) else left_out).append(item)
     later = tiers.later({tiers.file(item.path) for item in runs}, config.getoption("--turns"), seeds.turn(), given)
     if tier == "rest" and later:
-        waiting = {item for item in runs if tiers.file(item.path) in later} - slower
+        waiting = {item for item in runs if tiers.file(item.path) in later}
         config.hook.pytest_deselected(items=[*waiting])
         config.stash[LATER] = len(waiting)
         runs = [item for item in runs if item not in waiting]

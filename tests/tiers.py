@@ -1,13 +1,13 @@
 """Which tests are thorough: `make test` leaves them to `make test-rest`, and continuous integration runs both.
 
-`make test-rest` runs every third file of them, another lot each day. `make test-rest ARGS="--turns 1"` runs all.
+`make test-rest` runs every fifth file of them, another lot each day. `make test-rest ARGS="--turns 1"` runs all.
 
 The quick tier has every law of every method, and tests of each part. What is thorough holds the same over more: other
 combinations, instruction sets, formats and settings, real processes for longer. A new test belongs here if it takes
 many seconds and something quicker would find most of what it finds. Of laws over many combinations a run takes a
 sample, another one every day (`tests/seeds.py`), and so does the quick tier of the cases that `SAMPLED` names. The
-slower ones of the quick tests, which `tests/slow.txt` lists, take turns of four days in it; `make test-rest` runs
-those of the other days every time.
+slower ones of the quick tests, which `tests/slow.txt` lists, take turns of four days in it; on the other days they
+are among the thorough ones.
 """
 
 from __future__ import annotations
