@@ -74,7 +74,7 @@ class LayerRows:
 
     def size(self, block: int) -> int:
         planes = (plane for layer in self.layers for plane in layer.slabs[0].buffer.planes)
-        return sum(plane[:, :block].numel() * plane.element_size() for plane in planes)
+        return sum(plane.nbytes // plane.shape[1] for plane in planes) * block
 
     def copy(self, start: int, stop: int) -> list[list[Tensor]]:
         return [[plane[:, start:stop].clone() for plane in layer.slabs[0].buffer.planes] for layer in self.layers]
