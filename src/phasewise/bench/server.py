@@ -27,7 +27,7 @@ def serving(arguments: Sequence[str]) -> Iterator[str]:
     with tempfile.TemporaryFile() as errors:  # a file, not a pipe: nobody reads while the load runs
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors)
         try:
-            _wait(process, url, errors)
+            wait_ready(process, url, errors)
             yield url
         finally:
             process.terminate()
@@ -64,7 +64,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _wait(process: subprocess.Popen[bytes], url: str, errors: IO[bytes]) -> None:
+def wait_ready(process: subprocess.Popen[bytes], url: str, errors: IO[bytes]) -> None:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
