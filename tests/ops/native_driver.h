@@ -7,6 +7,7 @@
 
 #include <condition_variable>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <random>
 #include <string>
@@ -21,13 +22,10 @@ extern "C" {
 const char* layout();
 int supported();
 void use_pool(void* parallel, void* thread, void* threads, void* barrier);
-int64_t words(int64_t inputs, int64_t each);
-void linear_pack(const uint16_t* weight, const Weights* w, int64_t threads);
+int64_t panel_bytes(int64_t form, int64_t inputs);
+void linear_pack(const Rows* weight, const WeightsPart* to, int64_t inputs, int64_t threads);
 int64_t linear_rows(const Weights* w, const int64_t* which, int64_t count, uint16_t* out, int64_t threads);
 void linear(const LinearCall* call);
-void linear8_pack(const Rows* weight, const Weights* w, int64_t threads);
-int64_t linear8_rows(const Weights* w, const int64_t* which, int64_t count, const Rows* out, int64_t threads);
-void linear8(const LinearCall* call);
 void attend(const AttentionCall* call);
 void prefill(const PrefillCall* call);
 void head(const HeadCall* call);
@@ -177,18 +175,20 @@ inline double plain_attention(const double* q, const double* k, const double* v,
 struct Packed {
   bool int8;
   Numbers weight;  // [outputs, inputs]
-  std::vector<int32_t> packed;
+  std::vector<char> packed;
   std::vector<float> bias, scale;
+  std::unique_ptr<WeightsPart> part;  // stays where it is when this is moved
   Weights words;
 
   Packed(Numbers from, long outputs, long inputs, bool int8, bool biased, int64_t threads)
-      : int8(int8), weight(std::move(from)), scale(outputs) {
-    packed.resize(panels(outputs) * WIDTH * ::words(inputs, int8 ? 4 : 2));
+      : int8(int8), weight(std::move(from)), scale(outputs), part(new WeightsPart) {
+    int64_t form = int8 ? WEIGHTS_INT8 : WEIGHTS_BFLOAT16;
+    packed.resize(panels(outputs) * panel_bytes(form, inputs));
     for (long o = 0; biased && o < outputs; o++) bias.push_back((float)uniform());
-    words = {packed.data(), biased ? bias.data() : nullptr, scale.data(), outputs, inputs};
+    *part = {form, packed.data(), scale.data(), outputs};
+    words = {part.get(), 1, biased ? bias.data() : nullptr, outputs, inputs};
     Rows rows = {weight.data(), inputs, weight.kind};
-    if (int8) linear8_pack(&rows, &words, threads);
-    else linear_pack(weight.half.data(), &words, threads);
+    linear_pack(&rows, part.get(), inputs, threads);
   }
 };
 

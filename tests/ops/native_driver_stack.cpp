@@ -53,7 +53,7 @@ struct Block {  // one layer
     bool mixed = kind.experts;
     return {words(0), words(1), words(2), words(3), {heads.empty() ? nullptr : heads.data(), EPS}, kind.whole,
             &qkv.words, &o.words, mixed ? nullptr : &gate_up.words, mixed ? nullptr : &down.words,
-            mixed ? &experts : nullptr, qkv.int8, kind.activation, kind.turns ? 0 : -1, kind.window, SCALE,
+            mixed ? &experts : nullptr, kind.activation, kind.turns ? 0 : -1, kind.window, SCALE,
             kind.softcap};
   }
 };
@@ -248,7 +248,7 @@ static void stack_case(std::vector<Block>& blocks, const std::vector<Reader>& re
   for (size_t b = 0; b < readers.size(); b++)
     spans.push_back({readers[b].n, readers[b].rows, nullptr, 0, planes[b].data()});
   ::Turn turns = {turn.cos.half.data(), turn.sin.half.data(), TURNED};
-  Embeddings looked_up = {nullptr, table.half.data(), 0, vocab, 0.5};
+  Embeddings looked_up = {nullptr, table.half.data(), vocab, 0.5};
   StackCall call = {layers.data(), &looked_up, LAYERS, HIDDEN, HEADS_Q, HEADS, DIM, x.half.data(), rows, 2,
                     &turns, tokens.data(), positions.data(), spans.data(), (int64_t)spans.size(), nullptr, 0, 0,
                     2 * LAYERS};

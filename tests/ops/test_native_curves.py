@@ -18,7 +18,7 @@ from phasewise.ops.linear import Linear
 from phasewise.ops.native import stack, weights
 from phasewise.ops.native.abi import PlanesStruct
 from phasewise.ops.native.stack import Stack, StackExperts, StackLayer, StackShape, StackSpan, Turns
-from phasewise.ops.native.weights import PackedWeights
+from phasewise.ops.native.weights import FORMS, PackedWeights
 from tests.ops.targets import EACH
 
 DIM = 16
@@ -33,7 +33,7 @@ def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 def packed(weight: Tensor, bias: Tensor | None = None, int8: bool = False) -> PackedWeights:
-    return PackedWeights(weight.bfloat16(), bias, int8=int8)
+    return PackedWeights(weight.bfloat16(), bias, FORMS[int8])
 
 
 def layer(

@@ -16,7 +16,7 @@ from phasewise.model.model import Model
 from phasewise.ops import native
 from phasewise.ops.native import head, weights
 from phasewise.ops.native.head import Head
-from phasewise.ops.native.weights import GROUP, PackedWeights
+from phasewise.ops.native.weights import FORMS, GROUP, PackedWeights
 from phasewise.ops.sampling import allowed
 from tests import seeds
 from tests.model.families import FAMILIES
@@ -45,7 +45,9 @@ def make(
     norm: Tensor | None = None,
     cap: float | None = None,
 ) -> Head:
-    return Head(PackedWeights(weight, bias, int8=int8), torch.ones(weight.shape[1]) if norm is None else norm, EPS, cap)
+    return Head(
+        PackedWeights(weight, bias, FORMS[int8]), torch.ones(weight.shape[1]) if norm is None else norm, EPS, cap
+    )
 
 
 def steps(x: Tensor) -> Tensor:

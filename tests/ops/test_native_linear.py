@@ -17,7 +17,7 @@ from phasewise.errors import UserError
 from phasewise.ops import linear, native
 from phasewise.ops.linear import Linear
 from phasewise.ops.native import abi, weights
-from phasewise.ops.native.weights import GROUP, PackedWeights
+from phasewise.ops.native.weights import FORMS, GROUP, PackedWeights
 from tests import seeds
 from tests.ops.targets import EACH
 
@@ -74,7 +74,7 @@ def test_equals_the_twin(shape: tuple[int, int], kind: torch.dtype, int8: bool) 
         bias = torch.randn(shape[0]).to(kind) if rows % 2 else None
         x, add = torch.randn(rows, shape[1]).to(kind), torch.randn(rows, shape[0]).to(kind)
         before = x.clone(), add.clone()
-        layer = PackedWeights(weight, bias, int8=int8)
+        layer = PackedWeights(weight, bias, FORMS[int8])
         for residual in (None, add):
             got, want = layer(x, residual), (twin8 if int8 else twin)(x, weight, bias, residual)
             assert got.dtype == kind and got.shape == (rows, shape[0])
@@ -87,7 +87,7 @@ def test_equals_the_twin(shape: tuple[int, int], kind: torch.dtype, int8: bool) 
 def test_strides(int8: bool) -> None:
     """Rows and residuals may be halves of fused results, transposed, or single rows expanded."""
     weight, both = torch.randn(70, 64).bfloat16(), torch.randn(9, 134).bfloat16()
-    layer = PackedWeights(weight, None, int8=int8)
+    layer = PackedWeights(weight, None, FORMS[int8])
     x, add = both[:, :64], both[:, 64:]
     assert torch.equal(layer(x, add), layer(x.contiguous(), add.contiguous()))
     odd = both[:, 1:65]
@@ -102,7 +102,7 @@ def test_strides(int8: bool) -> None:
 @pytest.mark.usefixtures("target")
 def test_rows_do_not_depend_on_each_other(kind: torch.dtype, int8: bool) -> None:
     """Bit for bit: this is what makes a request's tokens independent of its batch mates (DESIGN law 6)."""
-    layer = PackedWeights(torch.randn(150, 2300).bfloat16(), torch.randn(150), int8=int8)
+    layer = PackedWeights(torch.randn(150, 2300).bfloat16(), torch.randn(150), FORMS[int8])
     x, add = torch.randn(75, 2300).to(kind), torch.randn(75, 150).to(kind)
     together = layer(x, add)
     for size in (1, 2, 3, 4, 5, 6, 7, 11, 48):
@@ -114,7 +114,7 @@ def test_rows_do_not_depend_on_each_other(kind: torch.dtype, int8: bool) -> None
 @pytest.mark.usefixtures("target")
 def test_an_int8_row_is_its_own_in_steps_of_any_size(inputs: int) -> None:
     """513 rows fill tiles, blocks and the last of each otherwise than 64, 7 or 1 of them do."""
-    layer = PackedWeights(torch.randn(130, inputs), torch.randn(130), int8=True)
+    layer = PackedWeights(torch.randn(130, inputs), torch.randn(130), "int8")
     x = torch.randn(513, inputs)
     together = layer(x)
     for size in (1, 7, 64):
@@ -127,13 +127,13 @@ def test_an_int8_group_of_inputs_has_a_scale_of_its_own() -> None:
     weight, x = torch.randn(70, 5 * GROUP + 3), torch.randn(9, 5 * GROUP + 3)
     sizes = torch.tensor([1e-4, 1e4, 0.0, 1e-38, 3.0]).repeat_interleave(GROUP)
     x *= torch.cat((sizes, torch.tensor([1e5, 1e-5, 1.0])))
-    assert torch.equal(PackedWeights(weight, None, int8=True)(x), twin8(x, weight, None, None))
+    assert torch.equal(PackedWeights(weight, None, "int8")(x), twin8(x, weight, None, None))
 
 
 @pytest.mark.parametrize(("bad", "int8"), [(float("nan"), False), (float("inf"), True), (float("-inf"), False)])
 @pytest.mark.usefixtures("target")
 def test_bad_numbers_spoil_their_own_row_only(bad: float, int8: bool) -> None:
-    layer = PackedWeights(torch.randn(70, 65).bfloat16(), None, int8=int8)
+    layer = PackedWeights(torch.randn(70, 65).bfloat16(), None, FORMS[int8])
     x = torch.randn(8, 65).bfloat16()
     clean = layer(x)
     for column in (0, 31, 64):
@@ -151,7 +151,7 @@ def test_bad_weights_spoil_their_own_output_only() -> None:
     clean = PackedWeights(weight, None)(x)
     weight[20, 5] = float("nan")
     for int8 in (False, True):
-        got = PackedWeights(weight, None, int8=int8)(x)
+        got = PackedWeights(weight, None, FORMS[int8])(x)
         assert got[:, 20].isnan().all() and got[:, torch.arange(70) != 20].isfinite().all()
     keep = torch.arange(70) != 20
     assert torch.equal(PackedWeights(weight, None)(x)[:, keep], clean[:, keep])
@@ -160,9 +160,9 @@ def test_bad_weights_spoil_their_own_output_only() -> None:
 @pytest.mark.usefixtures("target")
 def test_zero_rows_and_zero_weights_give_zero() -> None:
     for int8 in (False, True):
-        layer = PackedWeights(torch.randn(70, 33).bfloat16(), None, int8=int8)
+        layer = PackedWeights(torch.randn(70, 33).bfloat16(), None, FORMS[int8])
         assert torch.equal(layer(torch.zeros(2, 33).bfloat16()), torch.zeros(2, 70).bfloat16())
-        layer = PackedWeights(torch.zeros(70, 33).bfloat16(), None, int8=int8)
+        layer = PackedWeights(torch.zeros(70, 33).bfloat16(), None, FORMS[int8])
         assert torch.equal(layer(torch.randn(2, 33).bfloat16()), torch.zeros(2, 70).bfloat16())
 
 
@@ -171,10 +171,10 @@ def test_zero_rows_and_zero_weights_give_zero() -> None:
 def test_packed_in_slices(int8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same weights, and every row of the source is let go once."""
     weight, bias, x = torch.randn(330, 65).bfloat16(), torch.randn(330), torch.randn(3, 65).bfloat16()
-    whole = PackedWeights(weight, bias, int8=int8)
+    whole = PackedWeights(weight, bias, FORMS[int8])
     monkeypatch.setattr(weights, "SLICE", 140 * 65 * 2)
     done: list[Tensor] = []
-    sliced = PackedWeights(weight, bias, int8=int8, done=done.append)
+    sliced = PackedWeights(weight, bias, FORMS[int8], done=done.append)
     assert [len(rows) for rows in done] == [128, 128, 74]
     assert torch.equal(torch.cat(done), weight)
     assert torch.equal(sliced(x), whole(x))
@@ -187,14 +187,14 @@ def test_the_way_back(shape: tuple[int, int]) -> None:
     weight = torch.randn(shape).bfloat16()
     assert torch.equal(PackedWeights(weight, None).dense(), weight)
     steps, step = rounded(weight)
-    back = PackedWeights(weight, None, int8=True).dense()
+    back = PackedWeights(weight, None, "int8").dense()
     assert torch.equal(back, (steps.float() * step).bfloat16())
     which = torch.randint(0, shape[0], (5,))
     assert torch.equal(PackedWeights(weight, None).rows(which), weight[which])
     for int8 in (False, True):
         for absent in (-1, shape[0]):
             with pytest.raises(IndexError):
-                PackedWeights(weight, None, int8=int8).rows(torch.tensor([0, absent]))
+                PackedWeights(weight, None, FORMS[int8]).rows(torch.tensor([0, absent]))
 
 
 @pytest.mark.parametrize("int8", [False, True])
@@ -207,7 +207,7 @@ def test_threads_change_nothing(int8: bool) -> None:
         results = []
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            layer = PackedWeights(weight, None, int8=int8)
+            layer = PackedWeights(weight, None, FORMS[int8])
             results.append((layer(x), layer.dense()))
     finally:
         torch.set_num_threads(before)

@@ -1,4 +1,4 @@
-"""Models as the native kernels run them, as a whole: in bfloat16 (or int8) on a CPU, where those have all weights."""
+"""Models as the native kernels run them, as a whole: on a CPU, with activations in bfloat16 and weights in any form."""
 
 from __future__ import annotations
 
@@ -39,9 +39,6 @@ def _stacked(layer: Layer, config: ModelConfig) -> StackLayer | None:
     mlp = _packed(layer.mlp.gate_up, layer.mlp.down) if isinstance(layer.mlp, MLP) else _experts(layer.mlp)
     if attention is None or mlp is None:
         return None
-    first = mlp.products[0] if isinstance(mlp, StackExperts) else mlp
-    if first[0].int8 != attention[0].int8:
-        return None
     heads = layer.qk_norm
     return StackLayer(
         attention=attention,
@@ -63,12 +60,12 @@ def _stacked(layer: Layer, config: ModelConfig) -> StackLayer | None:
 def _experts(mixture: MoE) -> StackExperts | None:
     products = [_packed(expert.gate_up, expert.down) for expert in mixture.experts]
     known, router = [both for both in products if both is not None], mixture.router.native
-    if router is None or router.int8 or len(known) < len(products) or len({both[0].int8 for both in known}) > 1:
+    if router is None or len(known) < len(products):
         return None
     return StackExperts(router, known, mixture.top_k, mixture.renormalise)
 
 
 def _packed(first: Linear, second: Linear) -> tuple[PackedWeights, PackedWeights] | None:
-    """Both as the kernels have them; None if they have not, or only one of them is rounded."""
+    """Both as the kernels have them; None if they have not."""
     one, two = first.native, second.native
-    return None if one is None or two is None or one.int8 != two.int8 else (one, two)
+    return None if one is None or two is None else (one, two)

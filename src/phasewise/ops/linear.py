@@ -51,7 +51,7 @@ class Linear:
         self._form: Form
         if precision == "int8":
             _require_int8(weight)
-            self._form = PackedWeights(weight, bias, int8=True, done=done)
+            self._form = PackedWeights(weight, bias, "int8", done)
             self.nbytes = self._form.nbytes
             return
         if precision not in PRECISIONS:

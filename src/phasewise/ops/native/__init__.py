@@ -22,13 +22,10 @@ log = logging.getLogger(__name__)
 TARGETS = ("amx", "avx512_fma", "avx512", "avx2", "neon_dot", "neon")  # best first
 CHOICE = "PHASEWISE_KERNELS"  # in the environment: the target to take, or "none"
 SIGNATURES = {
-    "words": 2,
-    "linear_pack": 3,
+    "panel_bytes": 2,
+    "linear_pack": 4,
     "linear_rows": 5,
     "linear": 1,
-    "linear8_pack": 3,
-    "linear8_rows": 5,
-    "linear8": 1,
     "attend": 1,
     "attend_listed": 1,
     "seal": 1,
@@ -46,7 +43,7 @@ SIGNATURES = {
     "suffixes_places": 4,
 }  # name: number of arguments, all words of 64 bits
 COUNTS = (  # these return one
-    "words", "linear_rows", "linear8_rows", "stack", "suffixes_chain", "suffixes_match", "suffixes_places",
+    "panel_bytes", "linear_rows", "stack", "suffixes_chain", "suffixes_match", "suffixes_places",
 )  # fmt: skip
 POOL = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 

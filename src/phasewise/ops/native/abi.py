@@ -179,12 +179,21 @@ class RowsStruct(Structure):
     kind: int = 0
 
 
+class WeightsPartStruct(Structure):
+    """Consecutive outputs of a linear layer that are packed in one form."""
+
+    form: int = 0
+    packed: Pointer = None
+    scale: Pointer = None
+    outputs: int = 0
+
+
 class WeightsStruct(Structure):
     """Packed weights of one linear layer."""
 
-    packed: Pointer = None
+    parts: Pointer = None
+    count: int = 0
     bias: Pointer = None
-    scale: Pointer = None
     outputs: int = 0
     inputs: int = 0
 
@@ -562,7 +571,6 @@ class LayerStruct(Structure):
     gate_up: Pointer = None
     down: Pointer = None
     experts: Pointer = None
-    int8: int = 0
     activation: int = 0
     turn: int = 0
     window: int = 0
@@ -583,7 +591,6 @@ class EmbeddingsStruct(Structure):
 
     packed: Pointer = None
     plain: Pointer = None
-    int8: int = 0
     vocab: int = 0
     scale: float = 0.0
 
@@ -748,7 +755,6 @@ class HeadCallStruct(Structure):
     x: Pointer = None
     x_row: int = 0
     rows: int = 0
-    int8: int = 0
     threads: int = 0
     logits: Pointer = None
     best: Pointer = None

@@ -42,13 +42,10 @@ LinearCall product(Call call, const Group& group, long which, bf16* x, bf16* y) 
 
 long padded(long bytes) { return (bytes + 63) / 64 * 64; }
 
-long inputs_room(Call call, const LinearCall& linear) {
-  return padded((call.int8 ? linear8_room : linear_room)(linear));
-}
-
-// Of one row for an expert; those of a group lie together, and less than this for each of its rows.
+// Of one row for an expert; those of a group lie together, and less than this for each of its rows. Experts may have
+// weights of unlike forms.
 long inputs_row(Call call, long which) {
-  return inputs_room(call, product(call, {0, 0, 1}, which, nullptr, nullptr));
+  return linear_most_room(product(call, {0, 0, 1}, which, nullptr, nullptr));
 }
 
 // The memory laid out from `at` on (null: only measured); returns its end.
@@ -108,7 +105,7 @@ void group_all(Call call, const Room& room, int all) {
     if (!rows) continue;
     call.experts.loads[e] = 1;
     for (long which = 0; which < 2; which++)
-      room.shares[which * count + groups] = Shares(panels(weights_of(call, e, which).outputs), all);
+      room.shares[which * count + groups] = Shares(panels(weights_of(call, e, which)), all);
     room.groups[groups++] = {e, start, rows};
     start += rows;
   }
@@ -122,14 +119,14 @@ void multiply_all(Call call, const Room& room, long which, bf16* x, bf16* y, int
   for (long g = 0; g < groups; g++) {
     LinearCall linear = product(call, room.groups[g], which, x, y);
     char* inputs = room.inputs + room.groups[g].start * row;
-    (call.int8 ? linear8_inputs : linear_inputs)(linear, inputs, (int)((thread + g) % all), all);
+    linear_inputs(linear, inputs, (int)((thread + g) % all), all);
   }
   wait_for_all(all);
   for (long g = 0; g < groups; g++) {
     LinearCall linear = product(call, room.groups[g], which, x, y);
     char* inputs = room.inputs + room.groups[g].start * row;
     Shares* shares = room.shares + which * call.experts.count + g;
-    (call.int8 ? linear8_product : linear_product)(linear, inputs, shares, thread);
+    linear_product(linear, inputs, shares, thread);
   }
   wait_for_all(all);
 }

@@ -18,7 +18,7 @@ API void head(const HeadCall* call) {
   int threads = enough(call->threads, rows * w.outputs * hidden);
   LinearCall product = {&w, {nullptr, hidden, BFLOAT}, {}, {call->logits, w.outputs, FLOAT}, rows, threads, nullptr, call->cap};
   long normed = lines(rows * hidden * 2), bests = call->logits ? 0 : lines(threads * rows * sizeof(Best));
-  char* room = (char*)scratch(OF_HEAD, normed + bests + (call->int8 ? linear8_room : linear_room)(product));
+  char* room = (char*)scratch(OF_HEAD, normed + bests + linear_room(product));
   bf16* x = (bf16*)room;
   product.x.data = x;
   if (!call->logits) {
@@ -28,12 +28,12 @@ API void head(const HeadCall* call) {
       product.best[i] = {-INFINITY, mask ? -1 : 0, mask};  // where all outputs are -inf, the first is the largest
     }
   }
-  Shares shares(panels(w.outputs), threads);
+  Shares shares(panels(w), threads);
   together(threads, [&](int thread, int all) {
     for (long r = thread; r < rows; r += all)
       normalise(call->x + r * call->x_row, call->norm.weight, call->norm.eps, hidden, x + r * hidden);
     wait_for_all(all);
-    (call->int8 ? linear8_part : linear_part)(product, room + normed + bests, &shares, thread, all);
+    linear_part(product, room + normed + bests, &shares, thread, all);
   });
   if (call->logits) return;
   for (long r = 0; r < rows; r++) {

@@ -56,7 +56,7 @@ class Head:
         assert rows.dtype == torch.bfloat16 and width == self.weights.inputs
         call = HeadCallStruct(
             weights=self.weights.address, norm=self._norm, cap=self._cap, x=rows.data_ptr(), x_row=rows.stride(0),
-            rows=count, int8=self.weights.int8, threads=torch.get_num_threads(),
+            rows=count, threads=torch.get_num_threads(),
         )  # fmt: skip
         self._last = ready = _Ready(rows, call)
         return ready

@@ -17,12 +17,28 @@ struct Rows {  // a matrix whose rows are contiguous; data null: none
   int64_t kind;
 };
 
-struct Weights {        // of one linear layer, made by `linear_pack` or `linear8_pack`
-  void* packed;         // panels of [words][WIDTH] words of 2 bfloat16 or 4 int8: see `words_of`, `word_at`
-  const float* bias;    // [outputs] or null
-  const float* scale;   // int8: [outputs], what one step of the weight is worth
+// How a part of a layer's weights is packed and multiplied: forms.h says what every form can do.
+enum WeightForm { WEIGHTS_BFLOAT16, WEIGHTS_INT8, WEIGHT_FORMS };
+
+struct WeightsPart {   // consecutive outputs of a layer that share a form, packed by `linear_pack`
+  int64_t form;        // a WeightForm
+  void* packed;        // panels of WIDTH outputs, of `panel_bytes` each; the part begins with a panel of its own
+  const float* scale;  // int8: [outputs], what one step of the weight is worth
+  int64_t outputs;
+};
+
+struct Weights {             // of one linear layer: the outputs of its parts, one after the other
+  const WeightsPart* parts;  // [count]: neighbours in a fused layer (q, k and v; gate and up) may have unlike forms
+  int64_t count;
+  const float* bias;  // [outputs] or null
   int64_t outputs, inputs;
 };
+
+inline long panels(const Weights& w) {  // of all parts
+  long all = 0;
+  for (long i = 0; i < w.count; i++) all += panels(w.parts[i].outputs);
+  return all;
+}
 
 struct Best {  // the largest output of a row so far: of equal ones the first; the first NaN is larger than all
   float value;
@@ -269,7 +285,7 @@ struct Norm {
 };
 
 struct Experts {                   // of a layer: every row has the weighted sum of what `top` of them make of it
-  const Weights* router;           // never rounded
+  const Weights* router;
   const Weights* const* products;  // [count, 2]: gate and up, down
   int64_t count, top;
   int64_t renormalise;  // whether the weights of those chosen are divided by their sum
@@ -285,7 +301,6 @@ struct Layer {  // of a stack
   const Weights *qkv, *o;         // null: rows pass its attention by
   const Weights *gate_up, *down;  // null where there are experts; without these too, rows pass its MLP by
   const Experts* experts;         // or null
-  int64_t int8;                   // whether weights are rounded
   int64_t activation;
   int64_t turn;           // which of the rotations; -1: none
   int64_t window;         // 0: none
@@ -300,7 +315,7 @@ struct Turn {  // one kind of rotary positions
 struct Embeddings {  // a table [outputs, inputs] of `packed`, or as it lies; its rows are taken `scale` times
   const Weights* packed;
   const uint16_t* plain;  // bfloat16; null where it is packed
-  int64_t int8, vocab;
+  int64_t vocab;
   double scale;
 };
 
@@ -426,7 +441,7 @@ struct HeadCall {  // of a language model: logits = norm(x) W^T + bias, or the i
   double cap;         // as in LinearCall
   const uint16_t* x;  // bfloat16 [rows, inputs]
   int64_t x_row;      // strides count elements
-  int64_t rows, int8, threads;
+  int64_t rows, threads;
   float* logits;  // [rows, outputs] or null
   int64_t* best;  // [rows], where there are no logits; -1 where a mask leaves none that is more than -inf
   const uint32_t* const* masks;  // [rows], each as in Best; null: none

@@ -31,7 +31,8 @@ template <size_t N> void add(std::string& text, const char* name, size_t size, c
 std::string describe() {
   std::string text;
   STRUCTURE(Rows, F(data), F(stride), F(kind));
-  STRUCTURE(Weights, F(packed), F(bias), F(scale), F(outputs), F(inputs));
+  STRUCTURE(WeightsPart, F(form), F(packed), F(scale), F(outputs));
+  STRUCTURE(Weights, F(parts), F(count), F(bias), F(outputs), F(inputs));
   STRUCTURE(LinearCall, F(weights), F(x), F(add), F(y), F(rows), F(threads), F(best), F(cap));
   STRUCTURE(Sight, F(window), F(sinks), F(far), F(seats), F(block), F(bias));
   STRUCTURE(Sealed, F(levels), F(step), F(low), F(levels_head), F(ends_head), F(slots), F(rows), F(bits), F(group),
@@ -71,10 +72,10 @@ std::string describe() {
   STRUCTURE(Norm, F(weight), F(eps));
   STRUCTURE(Experts, F(router), F(products), F(count), F(top), F(renormalise), F(loads));
   STRUCTURE(Layer, F(before_attention), F(after_attention), F(before_mlp), F(after_mlp), F(heads), F(whole), F(qkv),
-            F(o), F(gate_up), F(down), F(experts), F(int8), F(activation), F(turn), F(window), F(scale),
+            F(o), F(gate_up), F(down), F(experts), F(activation), F(turn), F(window), F(scale),
             F(softcap));
   STRUCTURE(Turn, F(cos), F(sin), F(size));
-  STRUCTURE(Embeddings, F(packed), F(plain), F(int8), F(vocab), F(scale));
+  STRUCTURE(Embeddings, F(packed), F(plain), F(vocab), F(scale));
   STRUCTURE(LayerChoice, F(way), F(low), F(high), F(head), F(channels), F(turn), F(turned), F(line), F(sums),
             F(scale));
   STRUCTURE(Choice, F(first), F(units), F(size), F(chosen), F(rule), F(joint), F(begin), F(end), F(at), F(each),
@@ -91,7 +92,7 @@ std::string describe() {
   STRUCTURE(StackCall, F(layers), F(embeddings), F(count), F(hidden), F(heads_q), F(heads), F(dim), F(x), F(rows),
             F(threads), F(turns), F(tokens), F(positions), F(spans), F(span_count), F(commons), F(common_count),
             F(from), F(to), F(qkv), F(read), F(far), F(tuned), F(tuned_count));
-  STRUCTURE(HeadCall, F(weights), F(norm), F(cap), F(x), F(x_row), F(rows), F(int8), F(threads), F(logits), F(best),
+  STRUCTURE(HeadCall, F(weights), F(norm), F(cap), F(x), F(x_row), F(rows), F(threads), F(logits), F(best),
             F(masks));
   STRUCTURE(Suffixes, F(link), F(length), F(end), F(first), F(followers), F(from), F(token), F(target), F(next),
             F(table), F(mask), F(states), F(edges), F(last), F(n));

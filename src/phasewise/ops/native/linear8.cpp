@@ -114,50 +114,34 @@ Group quantise(const Rows& rows, long row, long from, long count, long room, int
                             : quantise((const bf16*)rows.data + at, count, room, offset, out);
 }
 
-}  // namespace
+long panel_bytes(long inputs) { return words_of(inputs, 4) * WIDTH * 4; }
 
-// weight [outputs, inputs] -> packed and scale of `w`
-API void linear8_pack(const Rows* weight, const Weights* w, int64_t threads) {
-  long words = words_of(w->inputs, 4);
+// weight [outputs, inputs] -> packed and scale of the part
+void pack(const Rows& weight, const WeightsPart& to, long inputs, int threads) {
+  long words = words_of(inputs, 4);
   uint8_t* rounded = (uint8_t*)scratch(OF_LINEAR, threads * words * 4);
   together(threads, [&](int thread, int all) {
     uint8_t* row = rounded + thread * words * 4;
-    for (long o = thread; o < w->outputs; o += all) {
-      ((float*)w->scale)[o] = quantise(*weight, o, 0, w->inputs, words * 4, OFFSET, row).worth;
-      int32_t* panel = (int32_t*)w->packed + o / WIDTH * words * WIDTH;
+    for (long o = thread; o < to.outputs; o += all) {
+      ((float*)to.scale)[o] = quantise(weight, o, 0, inputs, words * 4, OFFSET, row).worth;
+      int32_t* panel = (int32_t*)to.packed + o / WIDTH * words * WIDTH;
       for (long k = 0; k < words; k++) panel[word_at(k, o % WIDTH)] = load<int32_t>(row + k * 4);
     }
   });
 }
 
-template <class T> static void widen_column(const Weights& w, long which, T* out) {
-  const uint8_t* panel = (const uint8_t*)w.packed + which / WIDTH * words_of(w.inputs, 4) * WIDTH * 4;
-  for (long k = 0; k < w.inputs; k++)
-    put(out + k, (int8_t)(panel[word_at(k / 4, which % WIDTH) * 4 + k % 4] - OFFSET) * w.scale[which]);
+void row_of(const WeightsPart& part, long inputs, long which, bf16* out) {
+  const uint8_t* panel = (const uint8_t*)part.packed + which / WIDTH * words_of(inputs, 4) * WIDTH * 4;
+  for (long k = 0; k < inputs; k++)
+    put(out + k, (int8_t)(panel[word_at(k / 4, which % WIDTH) * 4 + k % 4] - OFFSET) * part.scale[which]);
 }
 
-void linear8_row(const Weights& w, long which, bf16* out) { widen_column(w, which, out); }
-
-// Rows `which` of the weight as it was rounded, [count, inputs]. Returns 1, and nothing else is done, if one of them is
-// not there.
-API int64_t linear8_rows(const Weights* w, const int64_t* which, int64_t count, const Rows* out, int64_t threads) {
-  for (long i = 0; i < count; i++)
-    if (which[i] < 0 || which[i] >= w->outputs) return 1;
-  together(enough(threads, count * w->inputs), [&](int thread, int all) {
-    for (long i = thread; i < count; i += all) {
-      if (out->kind == FLOAT) widen_column(*w, which[i], (float*)out->data + i * out->stride);
-      else widen_column(*w, which[i], (bf16*)out->data + i * out->stride);
-    }
-  });
-  return 0;
-}
-
-long linear8_room(const LinearCall& call) {
+long room_of(const LinearCall& call) {
   long inputs = call.weights->inputs;
   return call.rows * (words_of(inputs, 4) * 4 + groups_of(inputs) * sizeof(Group));
 }
 
-void linear8_inputs(const LinearCall& call, void* room, int thread, int all) {
+void prepare(const LinearCall& call, void* room, int thread, int all) {
   const long inputs = call.weights->inputs, words = words_of(inputs, 4), groups = groups_of(inputs);
   int32_t* in = (int32_t*)room;
   Group* group = (Group*)(in + call.rows * words);
@@ -169,29 +153,20 @@ void linear8_inputs(const LinearCall& call, void* room, int thread, int all) {
   }
 }
 
-void linear8_product(const LinearCall& call, const void* room, Shares* shares, int thread) {
-  const Weights& w = *call.weights;
-  const long words = words_of(w.inputs, 4);
-  const int32_t* in = (const int32_t*)room;
-  const Int8::Inputs inputs = {in, words, (const Group*)(in + call.rows * words), groups_of(w.inputs)};
-  Best* best = call.best ? call.best + thread * call.rows : nullptr;
+void multiply_part(const PartProduct& product) {
+  const long width = product.call.weights->inputs, words = words_of(width, 4);
+  const int32_t* in = (const int32_t*)product.inputs;
+  const Int8::Inputs inputs = {in, words, (const Group*)(in + product.call.rows * words), groups_of(width)};
+  const float* scale = product.part.scale;
   auto finish = [&](long row, long column, long count, F* sums) {
     float* v = (float*)sums;
-    for (long i = 0; i < count; i++) v[i] *= w.scale[column + i];
-    write(call, best, row, column, count, sums);
+    for (long i = 0; i < count; i++) v[i] *= scale[column + i];
+    write(product, row, column, count, sums);
   };
-  multiply<Int8>((const int32_t*)w.packed, w.outputs, words, inputs, call.rows, shares, finish);
+  multiply<Int8>(product, words, inputs, finish);
 }
 
-void linear8_part(const LinearCall& call, void* room, Shares* shares, int thread, int all) {
-  linear8_inputs(call, room, thread, all);
-  wait_for_all(all);
-  linear8_product(call, room, shares, thread);
-}
+}  // namespace
 
-API void linear8(const LinearCall* call) {
-  int threads = enough(call->threads, call->rows * call->weights->outputs * call->weights->inputs);
-  void* room = scratch(OF_LINEAR, linear8_room(*call));
-  Shares shares(panels(call->weights->outputs), threads);
-  together(threads, [&](int thread, int all) { linear8_part(*call, room, &shares, thread, all); });
-}
+const Inputs INT8_INPUTS = {room_of, prepare};
+const Form INT8_FORM = {INPUTS_INT8, panel_bytes, pack, multiply_part, row_of};

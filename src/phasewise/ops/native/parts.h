@@ -15,20 +15,17 @@ inline long word_at(long word, long output) {
   return (word / SIDE * WIDTH + output / SIDE * SIDE) * SIDE + word % SIDE * SIDE + output % SIDE;
 }
 
-// `room` is scratch of `linear_room` bytes, common to the threads; `shares` counts the panels of the outputs.
-// A product can be had in two parts, between which the threads have to meet: its inputs, then the product itself.
+// A linear layer, whatever forms its weights have (forms.h). `room` is scratch of `linear_room` bytes, common to the
+// threads; `shares` counts the panels of all parts. A product can be had in two steps, between which the threads have
+// to meet unless the room is 0: its inputs, then the product itself.
 long linear_room(const LinearCall& call);
+long linear_most_room(const LinearCall& call);  // for weights of any forms with as many inputs
 void linear_part(const LinearCall& call, void* room, Shares* shares, int thread, int all);
 void linear_inputs(const LinearCall& call, void* room, int thread, int all);
-void linear_product(const LinearCall& call, const void* room, Shares* shares, int thread);
-long linear8_room(const LinearCall& call);
-void linear8_part(const LinearCall& call, void* room, Shares* shares, int thread, int all);
-void linear8_inputs(const LinearCall& call, void* room, int thread, int all);
-void linear8_product(const LinearCall& call, const void* room, Shares* shares, int thread);
+void linear_product(const LinearCall& call, void* room, Shares* shares, int thread);
 
 // Row `which` of the weights in bfloat16, [inputs]
 void linear_row(const Weights& w, long which, bf16* out);
-void linear8_row(const Weights& w, long which, bf16* out);
 
 struct Plan;  // of jobs: which queries read which slots; it depends on the spans' sizes, the commons and the window
 Plan* make_plan(const AttentionCall& call, void* room);

@@ -68,12 +68,12 @@ struct Shares {
   }
 };
 
-// Numbers below the count one by one, from one share after the other.
+// Numbers below the count one by one, from one share after the other; those of a thread are increasing.
 struct Numbers {
   Shares* shares;
   long at = 0, to = 0;
-  long next() {  // -1: no more
-    if (at + 1 < to) return ++at;
-    return shares->take(at, to) ? at : -1;
+  long next(long end) {  // -1: none is left below `end`, but there may be above it
+    if (at >= to && !shares->take(at, to)) return -1;
+    return at < end ? at++ : -1;
   }
 };

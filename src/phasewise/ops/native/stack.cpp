@@ -129,7 +129,7 @@ static void embed(const StackCall& call, long row) {
   long token = call.tokens[row], hidden = call.hidden;
   bf16* x = call.x + row * hidden;
   if (table.plain) memcpy(x, table.plain + token * hidden, hidden * 2);
-  else (table.int8 ? linear8_row : linear_row)(*table.packed, token, x);
+  else linear_row(*table.packed, token, x);
   if (table.scale == 1) return;
   for (long i = 0; i < hidden; i++) x[i] = narrow(widen(x[i]) * (float)table.scale);
 }
@@ -160,7 +160,7 @@ static void add_product(const Stage& stage, long index, int which, const Weights
 
 static Mixed mixed(const StackCall& call, const Layer& layer, bf16* in, bf16* out, long rows) {
   bf16* add = layer.after_mlp.weight ? nullptr : call.x;
-  return {*layer.experts, in, rows, call.hidden, layer.int8, layer.activation, add, add ? add : out};
+  return {*layer.experts, in, rows, call.hidden, layer.activation, add, add ? add : out};
 }
 
 // A layer up to its attention, if it has one; `index` counts the call's layers.
@@ -242,13 +242,18 @@ static char* take(char*& at, long bytes) {
 
 // The memory laid out from `at` on (null: only measured); returns its end.
 static char* lay_out(const StackCall& call, Room& room, int threads, char* at) {
-  long rows = call.rows, inner = 0, mixing = 0;
+  long rows = call.rows, inner = 0, mixing = 0, prepared = 0;
   for (long i = 0; i < layer_count(call); i++) {
     const Layer& layer = call.layers[first_layer(call) + i];
     long own = layer.down ? layer.down->inputs : 0;
     inner = own > inner ? own : inner;
     own = layer.experts ? mix_room(mixed(call, layer, nullptr, nullptr, rows)) : 0;
     mixing = own > mixing ? own : mixing;
+    const Weights* products[] = {layer.qkv, layer.o, layer.gate_up, layer.down};
+    for (const Weights* w : products) {
+      own = w ? linear_room({w, {nullptr, w->inputs, BFLOAT}, {}, {}, rows, 0}) : 0;
+      prepared = own > prepared ? own : prepared;
+    }
   }
   long inputs = inner, widths[] = {call.hidden, call.heads_q * call.dim};
   for (long width : widths) inputs = width > inputs ? width : inputs;
@@ -269,8 +274,8 @@ static char* lay_out(const StackCall& call, Room& room, int threads, char* at) {
   room.gated = (bf16*)take(at, rows * inner * 2);
   room.spans = (Span*)take(at, layer_count(call) * call.span_count * sizeof(Span));
   room.shares = (Shares*)take(at, layer_count(call) * (4 + room.stages + 2 * room.slices) * sizeof(Shares));
-  room.input = (inputs + 32) * 4;  // int8: words of the matrix unit's tiles, and what their groups are worth
-  room.inputs = take(at, rows * room.input);
+  room.input = call.tuned_count ? (inputs + 47) / 16 * 64 : 0;  // 32 inputs more: words of the matrix unit's tiles
+  room.inputs = take(at, rows * room.input > prepared ? rows * room.input : prepared);
   room.low = (bf16*)take(at, rows * room.low_width * 2);
   room.tuned = (Shares*)take(at, layer_count(call) * call.tuned_count * 8 * sizeof(Shares));
   room.mixing = take(at, mixing);
@@ -332,12 +337,12 @@ API int64_t stack(const StackCall* call) {
                                  layers[i].down};
     Shares* shares = shares_of(room, i);
     for (int p = 0; p < 4; p++)
-      if (products[p]) shares[p] = Shares(panels(products[p]->outputs), threads);
+      if (products[p]) shares[p] = Shares(panels(*products[p]), threads);
     for (long t = 0; t < call->tuned_count; t++)
       for (long which = 0; which < 4; which++) {
         const LowRank& pair = call->tuned[t].layers[(first_layer(*call) + i) * 4 + which];
         Shares* own = room.tuned + ((i * call->tuned_count + t) * 4 + which) * 2;
-        if (pair.down) own[0] = Shares(panels(pair.down->outputs), threads), own[1] = Shares(panels(pair.up->outputs), threads);
+        if (pair.down) own[0] = Shares(panels(*pair.down), threads), own[1] = Shares(panels(*pair.up), threads);
       }
     share_out(plans[i], threads, shares + 4);
     slices(*call, layers[i], spans(i), nullptr, [&](const PrefillCall& slice, long s, char*) {

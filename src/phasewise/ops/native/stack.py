@@ -48,7 +48,7 @@ class StackNorm(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StackExperts:
-    """A layer's experts, gate and up with down; the router's weights are bfloat16 whatever theirs are."""
+    """A layer's experts, gate and up with down."""
 
     router: PackedWeights
     products: Sequence[tuple[PackedWeights, PackedWeights]]
@@ -218,9 +218,7 @@ class Stack:
         if isinstance(table, Tensor):
             self._table = EmbeddingsStruct(plain=table.contiguous(), vocab=table.shape[0], scale=scale)
         else:
-            self._table = EmbeddingsStruct(
-                packed=table.address, int8=table.int8, vocab=table.outputs, scale=scale
-            )  # fmt: skip
+            self._table = EmbeddingsStruct(packed=table.address, vocab=table.outputs, scale=scale)
         self._run = kernels.stack
         self._last: _Ready | None = None
 
@@ -244,16 +242,12 @@ class Stack:
             turn=-1 if layer.turn is None else layer.turn, window=layer.window or 0, scale=layer.scale,
             softcap=layer.softcap or 0.0,
         )  # fmt: skip
-        products = list(layer.attention or ())
         if layer.attention is not None:
             made.qkv, made.o = (product.address for product in layer.attention)
         if isinstance(layer.mlp, StackExperts):
             made.point("experts", self._experts(layer.mlp, index))
-            products += layer.mlp.products[0]
         elif layer.mlp is not None:
             made.gate_up, made.down = (product.address for product in layer.mlp)
-            products += layer.mlp
-        made.int8 = any(product.int8 for product in products)
         return made
 
     def _experts(self, experts: StackExperts, index: int) -> ExpertsStruct:

@@ -13,8 +13,8 @@ struct Room {
   Shares* shares;  // [layers of the call, 4 + stages + 2 slices]: products, the stages of attention, the slices' two
   long stages, slices;
   char* packed;    // keys and values of all slices
-  void* inputs;    // of a product, rounded
-  long input;      // bytes of a row of them
+  void* inputs;    // of a product, as its weights' forms take them
+  long input;      // bytes of a row of them, of low-rank weights
   bf16* low;       // [rows, low_width], what low-rank weights make of inputs
   long low_width;
   Shares* tuned;   // [layers of the call, tuned, 4, 2]
@@ -40,8 +40,7 @@ struct Stage {
   // One of the four products of layer `index` of the call.
   void product(long index, int which, const Weights* w, bf16* x, bf16* add, bf16* y) const {
     LinearCall linear = {w, {x, w->inputs, BFLOAT}, {add, w->outputs, BFLOAT}, {y, w->outputs, BFLOAT}, call.rows, 0};
-    const Layer& layer = call.layers[call.from / 2 + index];
-    (layer.int8 ? linear8_part : linear_part)(linear, room.inputs, shares_of(room, index) + which, thread, all);
+    linear_part(linear, room.inputs, shares_of(room, index) + which, thread, all);
     wait_for_all(all);
     if (call.tuned_count) tune(index, which, x, w->inputs, y, w->outputs);
   }

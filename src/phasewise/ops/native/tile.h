@@ -5,6 +5,7 @@
 #pragma once
 #include "kernels.h"
 #include "curves.h"
+#include "forms.h"
 #include "pool.h"
 #include "simd.h"
 
@@ -140,18 +141,18 @@ struct Bf16 {
   static F end(const Inputs&, F acc, F) { return acc; }
 };
 
-// finish(row, column, count, sums) gets every row's sums for `count` outputs from `column` on.
+// finish(row, column, count, sums) gets every row's sums for `count` outputs of the part from its `column` on.
 template <class Op, class Finish>
-void multiply(const int32_t* packed, long outputs, long words, const typename Op::Inputs& in, long rows, Shares* shares,
-              const Finish& finish) {
+void multiply(const PartProduct& product, long words, const typename Op::Inputs& in, const Finish& finish) {
   static_assert(!Op::GROUP || CHUNK % Op::GROUP == 0, "chunks end where groups do");
+  const int32_t* packed = (const int32_t*)product.part.packed;
+  long outputs = product.part.outputs, rows = product.call.rows;
   if (!rows) return;
   alignas(64) F sums[BLOCK][WIDTH / LANES];
   start_tiles(rows < SIDE ? rows : SIDE);
   long most = LANES != 8 || rows > 1 ? CHUNK : words;  // with AVX2 one row reads nothing twice
-  Numbers panels{shares};
-  for (long p = panels.next(), then; p >= 0; p = then) {
-    then = panels.next();
+  for (long p = product.next_panel(), then; p >= 0; p = then) {
+    then = product.next_panel();
     const int32_t *panel = packed + p * words * WIDTH, *other = then < 0 ? nullptr : packed + then * words * WIDTH;
     for (long row = 0; row < rows; row += BLOCK) {
       long some = rows - row < BLOCK ? rows - row : BLOCK;
@@ -168,13 +169,22 @@ void multiply(const int32_t* packed, long outputs, long words, const typename Op
   stop_tiles();
 }
 
+// `count` bits of a mask, at most 64, from bit `column` on.
+inline uint64_t bits_from(const uint32_t* mask, long column, long count) {
+  const uint32_t* words = mask + column / 32;
+  long skip = column % 32;
+  uint64_t bits = words[0] >> skip;
+  if (count > 32 - skip) bits |= (uint64_t)words[1] << (32 - skip);
+  if (count > 64 - skip) bits |= (uint64_t)words[2] << (64 - skip);
+  return bits;
+}
+
 // The largest of `count` outputs from `column` on, if none before it was as large.
 inline void keep(Best& best, long column, long count, const F* values) {
   if (best.value != best.value) return;
   uint64_t counts = ~0ull;
   if (best.mask) {
-    const uint32_t* words = best.mask + column / 32;
-    counts = words[0] | (count > 32 ? (uint64_t)words[1] << 32 : 0);
+    counts = bits_from(best.mask, column, count);
     if (!counts) return;
   }
   if (count == WIDTH) {  // mostly there is none
@@ -191,8 +201,10 @@ inline void keep(Best& best, long column, long count, const F* values) {
   }
 }
 
-// y[row, column ...] = values + bias + add; or, given `best` of the thread's rows, only the largest of them is kept.
-inline void write(const LinearCall& call, Best* best, long row, long column, long count, F* values) {
+// y[row, of_part ...] = values + bias + add, for outputs of a part; or, given `best`, only the largest of them is kept.
+inline void write(const PartProduct& product, long row, long of_part, long count, F* values) {
+  const LinearCall& call = product.call;
+  const long column = product.first + of_part;
   const Rows &y = call.y, &add = call.add;
   const float* bias = call.weights->bias;
   float* v = (float*)values;
@@ -207,8 +219,8 @@ inline void write(const LinearCall& call, Best* best, long row, long column, lon
   }
   if (call.cap)
     for (int j = 0; j < WIDTH / LANES; j++) values[j] = tanh_of(values[j] * (float)(1 / call.cap)) * (float)call.cap;
-  if (best) {
-    keep(best[row], column, count, values);
+  if (call.best) {
+    keep(call.best[product.thread * call.rows + row], column, count, values);
     return;
   }
   if (y.kind == FLOAT) {

@@ -1,77 +1,113 @@
-"""Weights of one linear layer packed for the native kernels: bfloat16 as they are, or rounded to int8."""
+"""Weights of one linear layer packed for the native kernels, in one form or in several beside one another."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from phasewise.ops.native import library
-from phasewise.ops.native.abi import LinearCallStruct, RowsStruct, WeightsStruct
+from phasewise.ops.native.abi import LinearCallStruct, RowsStruct, Structures, WeightsPartStruct, WeightsStruct
 from phasewise.ops.native.room import room
 
 KIND = {torch.float32: 0, torch.bfloat16: 1}
+FORMS = ("bfloat16", "int8")  # as kernels.h numbers them
 WIDTH = 64  # outputs per panel, as in kernels.h
 GROUP = 128  # inputs of a row that share a scale in int8, as in linear8.cpp
 SLICE = 16 << 20  # bytes of a weight that are packed at a time
 
 
+class PackedPart(NamedTuple):
+    """Consecutive outputs of a layer in one of `FORMS`: `panels` uint8, and the `scale` of each output in int8."""
+
+    form: str
+    outputs: int
+    inputs: int
+    panels: Tensor
+    scale: Tensor | None
+    nbytes: int  # of the parameters, however the panels are filled up
+
+    @property
+    def struct(self) -> WeightsPartStruct:
+        return _struct(self.form, self.panels.data_ptr(), self.scale, self.outputs)
+
+
+def pack(weight: Tensor, form: str, done: Callable[[Tensor], None] | None = None) -> PackedPart:
+    """Packs a weight [out, in] slice by slice of its rows; `done` is told each of them, whose memory may then go.
+
+    "bfloat16" takes weights that are; "int8" rounds float32 or bfloat16 ones.
+    """
+    kernels, threads = library(), torch.get_num_threads()
+    assert kernels is not None and weight.dtype in KIND and (form == "int8" or weight.dtype == torch.bfloat16)
+    outputs, inputs = weight.shape
+    panel = kernels.panel_bytes(FORMS.index(form), inputs)
+    panels, scale = room(-(-outputs // WIDTH) * panel), torch.empty(outputs) if form == "int8" else None
+    step = max(SLICE // (inputs * weight.element_size()) // WIDTH, 1) * WIDTH
+    for start in range(0, outputs, step):
+        some = weight[start : start + step]
+        rows = some.contiguous()
+        source = RowsStruct(data=rows, stride=inputs, kind=KIND[rows.dtype])
+        at, own = panels.data_ptr() + start // WIDTH * panel, None if scale is None else scale[start:]
+        target = _struct(form, at, own, len(rows))
+        kernels.linear_pack(source.address, target.address, inputs, threads)
+        if done is not None:
+            done(some)
+    nbytes = outputs * (inputs + 4 if form == "int8" else inputs * 2)
+    return PackedPart(form, outputs, inputs, panels, scale, nbytes)
+
+
+def _struct(form: str, panels: int, scale: Tensor | None, outputs: int) -> WeightsPartStruct:
+    return WeightsPartStruct(form=FORMS.index(form), packed=panels, scale=scale, outputs=outputs)
+
+
 class PackedWeights:
     """x [T, in] -> x W^T + bias (+ add) [T, out] for float32 or bfloat16 rows; the result has the rows' dtype.
 
-    Sums are taken in one order, so a row's result does not depend on how many rows there are. bfloat16 weights: the
-    products are of bfloat16 (float32 rows are rounded first) and the sums float32. `int8`: weights with one scale per
-    output; rows with one for every `GROUP` of their inputs (the last may have fewer), rounded to 255 levels of the
-    group's largest magnitude; sums exact within a group, and float32 over groups in their order. There must be a
-    `library()`.
+    W [out, in] is a weight that is packed in a form, or parts in forms of their own, one after another (`of`).
 
-    Packing goes by slices of the weight's rows; `done` is told each of them, whose memory may then be let go.
+    Sums are taken in one order, so a row's result does not depend on how many rows there are. "bfloat16": the products
+    are of bfloat16 (float32 rows are rounded first) and the sums float32. "int8": weights with one scale per output;
+    rows with one for every `GROUP` of their inputs (the last may have fewer), rounded to 255 levels of the group's
+    largest magnitude; sums exact within a group, and float32 over groups in their order. There must be a `library()`.
     """
 
     __slots__ = (
-        "_bias", "_column", "_kept", "_multiply", "_rows", "_struct", "address", "inputs", "int8", "nbytes", "outputs"
+        "_bias", "_multiply", "_rows", "_struct", "_structs", "address", "inputs", "nbytes", "outputs", "parts"
     )  # fmt: skip
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, *, int8: bool = False, done: Callable[[Tensor], None] | None = None
-    ) -> None:
-        kernels = library()
-        assert kernels is not None and weight.dtype in KIND and (int8 or weight.dtype == torch.bfloat16)
-        self.outputs, self.inputs = weight.shape
-        self.int8 = int8
-        self._bias = None if bias is None else bias.float().contiguous()
-        width = -(-self.outputs // WIDTH) * WIDTH
-        self._column = kernels.words(self.inputs, 4 if int8 else 2) * 4
-        packed = room(width * self._column)
-        self._kept = packed, torch.empty(self.outputs) if int8 else None
-        self.nbytes = self.outputs * (self.inputs + 4 if int8 else self.inputs * 2)
-        self.nbytes += 0 if bias is None else bias.nbytes
-        self._struct = WeightsStruct(packed=packed, bias=self._bias, outputs=self.outputs, inputs=self.inputs)
-        self._struct.point("scale", self._kept[1])
-        self.address = self._struct.address
-        self._multiply = kernels.linear8 if int8 else kernels.linear
-        self._rows = kernels.linear8_rows if int8 else kernels.linear_rows
-        step = max(SLICE // (self.inputs * weight.element_size()) // WIDTH, 1) * WIDTH
-        for start in range(0, self.outputs, step):
-            some = weight[start : start + step]
-            self._pack(some.contiguous(), start)
-            if done is not None:
-                done(some)
+        self, weight: Tensor, bias: Tensor | None, form: str = "bfloat16",
+        done: Callable[[Tensor], None] | None = None,
+    ) -> None:  # fmt: skip
+        self._set([pack(weight, form, done)], bias)
 
-    def _pack(self, rows: Tensor, start: int) -> None:
-        """Rows `start` .. of the weight, from the beginning of a panel."""
-        kernels, threads = library(), torch.get_num_threads()
-        assert kernels is not None
-        packed, scale = self._kept
-        at = packed.data_ptr() + start * self._column
-        target = WeightsStruct(packed=at, outputs=len(rows), inputs=self.inputs)
-        if scale is not None:
-            target.point("scale", scale[start:])
-            source = RowsStruct(data=rows, stride=self.inputs, kind=KIND[rows.dtype])
-            kernels.linear8_pack(source.address, target.address, threads)
-        else:
-            kernels.linear_pack(rows.data_ptr(), target.address, threads)
+    @classmethod
+    def of(cls, parts: Sequence[PackedPart], bias: Tensor | None) -> PackedWeights:
+        """The outputs of the parts, at least one, which all have as many inputs; `bias` is of all of them."""
+        made = cls.__new__(cls)
+        made._set(parts, bias)
+        return made
+
+    def _set(self, parts: Sequence[PackedPart], bias: Tensor | None) -> None:
+        kernels = library()
+        assert kernels is not None and len({part.inputs for part in parts}) == 1
+        self.parts = tuple(parts)
+        self.outputs, self.inputs = sum(part.outputs for part in parts), parts[0].inputs
+        self.nbytes = sum(part.nbytes for part in parts) + (0 if bias is None else bias.nbytes)
+        self._bias = None if bias is None else bias.float().contiguous()
+        self._structs = Structures(WeightsPartStruct, [part.struct for part in parts])
+        self._struct = WeightsStruct(
+            parts=self._structs, count=len(parts), bias=self._bias, outputs=self.outputs, inputs=self.inputs
+        )
+        self.address = self._struct.address
+        self._multiply, self._rows = kernels.linear, kernels.linear_rows
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """Those of the parts."""
+        return tuple(part.form for part in self.parts)
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         """`add` [T, out] is summed into the result within the same kernel."""
@@ -95,14 +131,10 @@ class PackedWeights:
         """
         index, count = which.contiguous(), which.numel()
         out = torch.empty((count, self.inputs), dtype=torch.bfloat16)
-        to = out.data_ptr()
-        if self.int8:
-            rows = RowsStruct(data=to, stride=self.inputs, kind=KIND[out.dtype])
-            to = rows.address
-        if self._rows(self.address, index.data_ptr(), count, to, torch.get_num_threads()):
+        if self._rows(self.address, index.data_ptr(), count, out.data_ptr(), torch.get_num_threads()):
             raise IndexError(f"rows {which.tolist()} are not all among the {self.outputs} of the weight")
         return out
 
     def dense(self) -> Tensor:
-        """The weight [out, in] in bfloat16, a copy; the rounded one if int8."""
+        """The weight [out, in] in bfloat16, a copy; what is rounded comes back as it was rounded."""
         return self.rows(torch.arange(self.outputs))
