@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import cycle
 
 import pytest
@@ -505,6 +506,17 @@ def test_pieces_of_the_dead_are_freed_when_they_have_been_copied() -> None:
 def test_a_request_that_fails_on_either_side_fails_alone(side: str) -> None:
     placed = pushing()
     one_fails(placed, side, PROMPTS, finish)
+
+
+def test_a_prompt_whose_finished_kv_nobody_has_heard_of_keeps_its_deadline() -> None:
+    """Others need the room that is kept for it, but its worker has computed it: it would never say so again."""
+    one, clock = Arrival(1, 1, 1, 0.0, 0, None, head=False, stop=None), Clock()
+    placed = pushing(
+        CHUNKS, ",deadline=10", fate=unsteady(["lose"]), kinds=TOLD + HEARD + MESSAGES, clock=clock,
+        kv_bytes=12 * SLAB, max_running=1,
+    )  # fmt: skip
+    survive(placed, [one, one, replace(one, new=2, step=0, siblings=1)], {}, clock)
+    finish(placed, [], clock.tick)
 
 
 # ---- everything at once

@@ -1,4 +1,4 @@
-"""The router's view of a worker, in numbers, by which policies choose (DESIGN law 11)."""
+"""The router's view of a worker, in numbers, by which policies choose."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 
 from phasewise.child import Message
 from phasewise.cluster.launcher import Connection, WorkerSpec
-from phasewise.kv.prefix import chain
+from phasewise.kv.prefix import BLOCK, chain
 
-REMEMBERED = 4096  # blocks of prompts that a worker is taken to have cached
-BLOCK = 64  # tokens of such a block
+REMEMBERED = 8192  # blocks of prompts that a worker is taken to have cached
 
 
 class WorkerHandle:

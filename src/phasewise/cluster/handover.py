@@ -156,7 +156,7 @@ class Handover:
     def full(self, flight: InFlight, handle: WorkerHandle, event: Message) -> None:
         if flight.transfer is None or handle is not flight.transfer.target:
             return
-        if flight.computing and flight.transfer.deadline == math.inf:
+        if _unfinished(flight):
             self._part(flight)
         else:
             self.router.restart(flight, "its peer had no room for its KV")
@@ -171,8 +171,8 @@ class Handover:
             views = [handle for handle in handles if has_room(handle, parts, flight.transfer.n_bytes)]
             target = self.router.policy.go_on(flight.caller.known, views)
             if target is None:
-                if self._kept:  # what is done goes before what has not begun
-                    self._part(max(self._kept, key=lambda each: each.number))
+                if unfinished := [each for each in self._kept if _unfinished(each)]:  # what is done goes first
+                    self._part(max(unfinished, key=lambda each: each.number))
                 return
             flight.transfer.send(target, self.router.clock() + self.router.timeouts.handoff)
             self.router.note(flight)
@@ -203,6 +203,12 @@ def _sort(group: dict[InFlight, None], flight: InFlight, belongs: bool) -> None:
         group[flight] = None
     else:
         group.pop(flight, None)
+
+
+def _unfinished(flight: InFlight) -> bool:
+    """True if a prompt with room kept for it is still computed. Whatever is lost later, its hand-off has a deadline."""
+    move = flight.transfer
+    return flight.computing and move is not None and move.deadline == math.inf
 
 
 def _arrival(flight: InFlight) -> tuple[float, int]:

@@ -13,6 +13,7 @@ from phasewise import catalog
 from phasewise.bench.prompts import Prompts
 from phasewise.engine.engine import Engine
 from phasewise.errors import UserError
+from phasewise.kv.prefix import BLOCK
 from phasewise.options import DEFAULTS
 from phasewise.plan.cost import StepWork
 from phasewise.plan.fit import Timed
@@ -21,7 +22,6 @@ from phasewise.request.request import Request
 
 STEPS, LONG_STEPS = 4, 2  # of a size, one after the other: contexts grow meanwhile; of many rows, fewer
 LONG = 128  # rows of a prompt that are many
-BLOCK = 32  # prompts that are to be found in the prefix cache are whole blocks of it
 
 
 @dataclass(frozen=True)
