@@ -9,7 +9,7 @@ constexpr long WIDTH = 64;  // outputs per panel of packed weights; the last pan
 
 inline long panels(long outputs) { return (outputs + WIDTH - 1) / WIDTH; }
 
-constexpr int FLOAT = 0, BFLOAT = 1;
+constexpr int FLOAT = 0, BFLOAT = 1, BLOCKS = 2;  // the last: bytes of a file's blocks, of weights that are packed
 
 struct Rows {  // a matrix whose rows are contiguous; data null: none
   void* data;
@@ -18,7 +18,9 @@ struct Rows {  // a matrix whose rows are contiguous; data null: none
 };
 
 // How a part of a layer's weights is packed and multiplied: forms.h says what every form can do.
-enum WeightForm { WEIGHTS_BFLOAT16, WEIGHTS_INT8, WEIGHT_FORMS };
+// From WEIGHTS_LEVELS on every kind of few bits (level_kinds.h) is two forms, for rows in bfloat16 and in int8.
+constexpr long LEVEL_KINDS = 16;
+enum WeightForm { WEIGHTS_BFLOAT16, WEIGHTS_INT8, WEIGHTS_LEVELS, WEIGHT_FORMS = WEIGHTS_LEVELS + 2 * LEVEL_KINDS };
 
 struct WeightsPart {   // consecutive outputs of a layer that share a form, packed by `linear_pack`
   int64_t form;        // a WeightForm

@@ -2,10 +2,14 @@
 #include "forms.h"
 #include "parts.h"
 
-static const Form* const FORMS[WEIGHT_FORMS] = {&BFLOAT16_FORM, &INT8_FORM};           // as WeightForm numbers them
-static const Inputs* const INPUTS[INPUTS_KINDS] = {&BFLOAT16_INPUTS, &INT8_INPUTS};  // as InputsKind does
+static const Form* const FORMS[WEIGHTS_LEVELS] = {&BFLOAT16_FORM, &INT8_FORM};  // as WeightForm numbers them
+static const Inputs* const INPUTS[INPUTS_KINDS] = {  // as InputsKind does
+    &BFLOAT16_INPUTS, &INT8_INPUTS, &PAIRS_INPUTS, &BYTES_32_INPUTS, &BYTES_64_INPUTS, &BYTES_128_INPUTS};
 
-static const Form& form_of(const WeightsPart& part) { return *FORMS[part.form]; }
+static const Form& form_at(long form) {
+  return form < WEIGHTS_LEVELS ? *FORMS[form] : LEVEL_FORMS[form - WEIGHTS_LEVELS];
+}
+static const Form& form_of(const WeightsPart& part) { return form_at(part.form); }
 
 static long lines(long bytes) { return (bytes + 63) / 64 * 64; }
 
@@ -72,7 +76,7 @@ API void linear(const LinearCall* call) {
   together(threads, [&](int thread, int all) { linear_part(*call, room, &shares, thread, all); });
 }
 
-API int64_t panel_bytes(int64_t form, int64_t inputs) { return FORMS[form]->panel_bytes(inputs); }
+API int64_t panel_bytes(int64_t form, int64_t inputs) { return form_at(form).panel_bytes(inputs); }
 
 // Rows of a weight [outputs, inputs] -> what the part holds
 API void linear_pack(const Rows* weight, const WeightsPart* to, int64_t inputs, int64_t threads) {

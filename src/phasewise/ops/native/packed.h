@@ -69,27 +69,6 @@ struct Ahead {
   }
 };
 
-// ---- float16
-inline I load_halves(const uint16_t* p) {
-#if LANES == 4
-  return widen(load<uint16x4_t>(p));
-#else
-  return load_wide((const bf16*)p);
-#endif
-}
-
-// The float16 in the lower half of every lane; the upper half is nought.
-inline F from_halves(I halves) {
-#if LANES == 16
-  return (F)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)halves));
-#else
-  I size = (halves & 0x7fff) << 13;
-  F finite = (F)size * 5.192296858534828e33f;  // 2^112, the difference of the exponents' zeros
-  I bits = size >= 0x0f800000 ? size | 0x7f800000 : (I)finite;
-  return (F)(bits | (halves & 0x8000) << 16);
-#endif
-}
-
 // ---- two registers and one another's numbers
 #if LANES == 16
 inline void zip(F& a, F& b) {  // a0 b0 a1 b1 ...

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phasewise.ops.native import library
+from phasewise.ops.native import levels, library
 from phasewise.ops.native.abi import LinearCallStruct, RowsStruct, Structures, WeightsPartStruct, WeightsStruct
 from phasewise.ops.native.room import room
 
-KIND = {torch.float32: 0, torch.bfloat16: 1}
-FORMS = ("bfloat16", "int8")  # as kernels.h numbers them
+KIND = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}  # the last: blocks of weights
+FORMS = ("bfloat16", "int8", *levels.FORMS)  # as kernels.h numbers them
 WIDTH = 64  # outputs per panel, as in kernels.h
 GROUP = 128  # inputs of a row that share a scale in int8, as in linear8.cpp
 SLICE = 16 << 20  # bytes of a weight that are packed at a time
@@ -58,6 +58,28 @@ def pack(weight: Tensor, form: str, done: Callable[[Tensor], None] | None = None
     return PackedPart(form, outputs, inputs, panels, scale, nbytes)
 
 
+def pack_blocks(blocks: Tensor, form: str, done: Callable[[Tensor], None] | None = None) -> PackedPart:
+    """Packs a weight that is blocks, uint8 [out, bytes of a row], in one of `levels.FORMS`; `done` as in `pack`.
+
+    Rows may lie any number of bytes apart. They must be of whole blocks.
+    """
+    kernels, threads, kind = library(), torch.get_num_threads(), levels.KINDS[form.partition("/")[0]]
+    assert kernels is not None and blocks.dtype == torch.uint8 and blocks.stride(1) == 1
+    outputs, row = blocks.shape
+    assert row % kind.size == 0, f"rows of {row} bytes are not whole blocks of {kind.size}"
+    inputs = row // kind.size * kind.inputs
+    panels = room(-(-outputs // WIDTH) * WIDTH * row)
+    step = max(SLICE // row // WIDTH, 1) * WIDTH
+    for start in range(0, outputs, step):
+        some = blocks[start : start + step]
+        source = RowsStruct(data=some, stride=some.stride(0), kind=KIND[some.dtype])
+        target = _struct(form, panels.data_ptr() + start * row, None, len(some))
+        kernels.linear_pack(source.address, target.address, inputs, threads)
+        if done is not None:
+            done(some)
+    return PackedPart(form, outputs, inputs, panels, None, outputs * row)
+
+
 def _struct(form: str, panels: int, scale: Tensor | None, outputs: int) -> WeightsPartStruct:
     return WeightsPartStruct(form=FORMS.index(form), packed=panels, scale=scale, outputs=outputs)
 
@@ -70,7 +92,9 @@ class PackedWeights:
     Sums are taken in one order, so a row's result does not depend on how many rows there are. "bfloat16": the products
     are of bfloat16 (float32 rows are rounded first) and the sums float32. "int8": weights with one scale per output;
     rows with one for every `GROUP` of their inputs (the last may have fewer), rounded to 255 levels of the group's
-    largest magnitude; sums exact within a group, and float32 over groups in their order. There must be a `library()`.
+    largest magnitude; sums exact within a group, and float32 over groups in their order. Forms of few bits have either
+    kind of rows, those in int8 with a scale for every group of the weights (of 32 inputs at least). There must be a
+    `library()`.
     """
 
     __slots__ = (

@@ -1,0 +1,335 @@
+// Products of rows with weights of few bits (level_kinds.h), for bytes and for bfloat16 inputs.
+//
+//   y[o] = sum over groups g of inputs, in order, of d(o, g) * (sum of values * inputs) + m(o, g) * (sum of inputs)
+//
+// Within a group the sum is exact for bytes, and in float32, pair by pair, for bfloat16. Up to 6 rows at a time read the
+// levels as they lie. Where operands do not come easily of these, a chunk of a panel is unpacked once for more rows, and
+// read by all of them. The sums are the same, bit for bit.
+#pragma once
+#include "forms.h"
+#include "level_kinds.h"
+#include "tile.h"
+
+// Inputs of a row that share a scale where they are rounded to bytes: those of a group of weights, but no fewer than 32.
+template <class Kind> constexpr long IN_GROUP_OF = Kind::GROUP < SECTION ? SECTION : Kind::GROUP;
+
+// A panel as it lies.
+template <class Kind> struct Packed {
+  const uint8_t* panel;
+
+  Section<Kind> section(long index) const { return {panel + section_at<Kind>(index)}; }
+
+  void scales(long group, long at, F& d, F& m) const {
+    constexpr long GROUPS = Kind::INPUTS / Kind::GROUP;  // of a block
+    Kind::Scales::get(panel + group / GROUPS * PANEL_BLOCK<Kind>, group % GROUPS, at, d, m);
+  }
+
+  // Lines of a group some way ahead. In long blocks scales lie apart from the levels that they are read with, which no
+  // hardware foresees. Where the panel ends, the next one mostly follows.
+  __attribute__((always_inline)) void fetch(long group) const {
+    constexpr long EACH = PANEL_BLOCK<Kind> / Kind::INPUTS * IN_GROUP_OF<Kind>, AHEAD = 4096;
+    if (Kind::INPUTS == Kind::GROUP) return;
+    const uint8_t* next = panel + group * EACH + AHEAD;
+    for (long i = 0; i < EACH; i += 64) __builtin_prefetch(next + i);
+  }
+};
+
+// A chunk of a panel whose levels are operands: [words of a section][WIDTH] for each section.
+template <long WORDS, bool MINIMA> struct Unpacked {
+  const int32_t* words;
+  const float* d;  // [groups][WIDTH]
+  const float* m;
+
+  struct OfSection {
+    const int32_t* words;
+    I bytes(long step, int word, long at) const { return load<I>(words + (step * 2 + word) * WIDTH + at); }
+    I pair(long step, int pair, long at) const { return load<I>(words + (step * 4 + pair) * WIDTH + at); }
+  };
+
+  OfSection section(long index) const { return {words + index * WORDS * WIDTH}; }
+
+  void scales(long group, long at, F& to_d, F& to_m) const {
+    to_d = load<F>(d + group * WIDTH + at);
+    if (MINIMA) to_m = load<F>(m + group * WIDTH + at);
+  }
+
+  void fetch(long) const {}
+};
+
+// ---- bytes
+struct ByteGroup {  // of a row's inputs
+  float worth;      // of one step; NaN if the group holds an infinity or NaN, which then spoils its own row and no other
+  float sum;        // of the inputs as they were rounded
+  int32_t whole, half;  // sums of the steps: of all, and of the first 16
+};
+
+// acc += products of bytes of two words: `x` signed, `w` at most LARGEST and not below 0, but with NEON
+template <int MOST> inline I two_dots(I acc, I w, I v, I x, I y) {
+#if LANES == 8
+  if constexpr (MOST < 64) {  // four products fit 16 bits
+    __m256i sums = _mm256_add_epi16(_mm256_maddubs_epi16((__m256i)w, (__m256i)x),
+                                    _mm256_maddubs_epi16((__m256i)v, (__m256i)y));
+    return acc + (I)_mm256_madd_epi16(sums, _mm256_set1_epi16(1));
+  }
+#endif
+  return dot(dot(acc, x, w), y, v);
+}
+
+template <class Kind_> struct ByBytes {
+  typedef Kind_ Kind;
+  typedef I Acc;
+  static constexpr long WORDS = SECTION / 4;           // of a section
+  static constexpr int MOST_ROWS_AT_ONCE = LANES == 16 ? 6 : LANES == 8 ? 3 : 4;
+  // Whether operands come with so few instructions that rows need not share them.
+  static constexpr bool EASY = LANES == 16 && (Kind::BITS == 4 || Kind::BITS == 8);
+  static constexpr long CHUNK_SECTIONS = 8;            // that are unpacked at a time, of 2 KB each
+
+  struct Inputs {
+    const int32_t* x;
+    long stride;  // words of a row
+    const ByteGroup* groups;
+    long of_row;  // groups of a row
+
+    Inputs from(long row) const { return {x + row * stride, stride, groups + row * of_row, of_row}; }
+  };
+
+  // What the sums of a row over a group of weights, the `part`th of a group of inputs, begin with.
+  static I begin(const Inputs& in, long row, long group, int part) {
+    if constexpr (SHIFT<Kind> == 0) return I{};
+    const ByteGroup& of = in.groups[row * in.of_row + group];
+    int32_t sum = Kind::GROUP >= SECTION ? of.whole : part ? of.whole - of.half : of.half;
+    return splat(-SHIFT<Kind> * sum);
+  }
+
+  template <int R, int W, class S>
+  __attribute__((always_inline)) static void step(I (&acc)[R][W], const S& section, long step, long at,
+                                                  const int32_t* x, long stride) {
+#if DOT_INSTRUCTIONS
+#pragma GCC unroll 2
+    for (int word = 0; word < 2; word++) {
+      I w[W];
+      for (int j = 0; j < W; j++) w[j] = section.bytes(step, word, at + j * LANES);
+      for (int r = 0; r < R; r++) {
+        I in = splat(x[r * stride + step * 2 + word]);
+        for (int j = 0; j < W; j++) acc[r][j] = dot(acc[r][j], in, w[j]);
+      }
+    }
+#else
+    I w[W], v[W];
+    for (int j = 0; j < W; j++) w[j] = section.bytes(step, 0, at + j * LANES);
+    for (int j = 0; j < W; j++) v[j] = section.bytes(step, 1, at + j * LANES);
+    for (int r = 0; r < R; r++) {
+      I first = splat(x[r * stride + step * 2]), second = splat(x[r * stride + step * 2 + 1]);
+      for (int j = 0; j < W; j++) acc[r][j] = two_dots<LARGEST<Kind>>(acc[r][j], w[j], v[j], first, second);
+    }
+#endif
+  }
+
+  static F end(const Inputs& in, long row, long group, I acc, F d, F m, F sum) {
+    const ByteGroup& of = in.groups[row * in.of_row + group];
+    sum = fused(__builtin_convertvector(acc, F), d * of.worth, sum);
+    return Kind::Scales::MINIMA ? fused(m, splat(of.sum), sum) : sum;
+  }
+
+  static I operand(const Section<Kind>& section, long word, long at) {
+    return section.bytes(word / 2, (int)(word % 2), at);
+  }
+};
+
+// ---- bfloat16
+#if DOT_BFLOATS
+typedef int32_t PairOfInputs;
+#else
+struct PairOfInputs {
+  float even, odd;
+};
+#endif
+
+template <class Kind_> struct ByBfloats {
+  typedef Kind_ Kind;
+  typedef F Acc;
+  static constexpr long WORDS = SECTION / 2;
+  static constexpr int MOST_ROWS_AT_ONCE = LANES == 16 ? 6 : 4;
+  static constexpr bool EASY = LANES == 16 && Kind::BITS == 4;
+  static constexpr long CHUNK_SECTIONS = 4;  // of 4 KB each
+
+  struct Inputs {
+    const PairOfInputs* x;
+    long stride;        // pairs of a row
+    const float* sums;  // of 32 inputs each
+    long of_row;        // sums of a row
+
+    Inputs from(long row) const { return {x + row * stride, stride, sums + row * of_row, of_row}; }
+  };
+
+  static F begin(const Inputs&, long, long, int) { return F{}; }
+
+  template <int R, int W, class S>
+  __attribute__((always_inline)) static void step(F (&acc)[R][W], const S& section, long step, long at,
+                                                  const PairOfInputs* x, long stride) {
+#pragma GCC unroll 4
+    for (int pair = 0; pair < 4; pair++) {
+      const PairOfInputs* in = x + step * 4 + pair;
+#if DOT_BFLOATS
+      __m512bh w[W];
+      for (int j = 0; j < W; j++) w[j] = (__m512bh)section.pair(step, pair, at + j * LANES);
+      for (int r = 0; r < R; r++) {
+        __m512bh both = (__m512bh)_mm512_set1_epi32(in[r * stride]);
+        for (int j = 0; j < W; j++) acc[r][j] = (F)_mm512_dpbf16_ps((__m512)acc[r][j], both, w[j]);
+      }
+#else
+      I w[W];
+      for (int j = 0; j < W; j++) w[j] = section.pair(step, pair, at + j * LANES);
+      for (int r = 0; r < R; r++)
+        for (int j = 0; j < W; j++) acc[r][j] = fused((F)(w[j] << 16), splat(in[r * stride].even), acc[r][j]);
+      for (int r = 0; r < R; r++)
+        for (int j = 0; j < W; j++)
+          acc[r][j] = fused((F)(w[j] & (int32_t)0xffff0000), splat(in[r * stride].odd), acc[r][j]);
+#endif
+    }
+  }
+
+  static F end(const Inputs& in, long row, long group, F acc, F d, F m, F sum) {
+    sum = fused(acc, d, sum);
+    if (!Kind::Scales::MINIMA) return sum;
+    constexpr long EACH = IN_GROUP_OF<Kind> / SECTION;
+    const float* sums = in.sums + row * in.of_row + group * EACH;
+    float all = sums[0];
+    for (long i = 1; i < EACH; i++) all += sums[i];
+    return fused(m, splat(all), sum);
+  }
+
+  static I operand(const Section<Kind>& section, long word, long at) {
+    return section.pair(word / 4, (int)(word % 4), at);
+  }
+};
+
+// ---- tiles
+// Registers of outputs beside each of so many rows.
+constexpr int level_registers(int rows) {
+  return LANES == 4 || rows == 1 || (LANES == 16 && rows <= 3) ? 4 : 2;
+}
+
+// sums[R] += R rows of inputs times the groups of inputs from `from` to `to` of a panel; the weights' first is `from`.
+// Not inlined: GCC then keeps all sums of a group in registers.
+template <class Op, int R, class Source>
+__attribute__((noinline)) void level_tile(const Source weights, const typename Op::Inputs in, long from, long to,
+                                          F (*sums)[WIDTH / LANES]) {
+  typedef typename Op::Kind Kind;
+  constexpr int W = level_registers(R), PARTS = Kind::GROUP < SECTION ? 2 : 1;
+  constexpr long EACH = IN_GROUP_OF<Kind> / SECTION;  // sections of a group of inputs
+  for (int at = 0; at < WIDTH / LANES; at += W) {
+    F total[R][W];
+    for (int r = 0; r < R; r++)
+      for (int j = 0; j < W; j++) total[r][j] = sums[r][at + j];
+    for (long group = from; group < to; group++) {
+      if (!at) weights.fetch(group);
+#pragma GCC unroll 2
+      for (int part = 0; part < PARTS; part++) {
+        typename Op::Acc acc[R][W];
+        for (int r = 0; r < R; r++)
+          for (int j = 0; j < W; j++) acc[r][j] = Op::begin(in, r, group, part);
+        for (long i = 0; i < EACH; i++) {
+          auto section = weights.section((group - from) * EACH + i);
+          const auto* x = in.x + (group * EACH + i) * Op::WORDS;
+#pragma GCC unroll 4
+          for (int step = 0; step < 4 / PARTS; step++)
+            Op::template step<R, W>(acc, section, part * 2 + step, at * LANES, x, in.stride);
+        }
+        for (int j = 0; j < W; j++) {
+          F d, m = {};
+          weights.scales((group - from) * PARTS + part, (at + j) * LANES, d, m);
+          for (int r = 0; r < R; r++) total[r][j] = Op::end(in, r, group, acc[r][j], d, m, total[r][j]);
+        }
+      }
+    }
+    for (int r = 0; r < R; r++)
+      for (int j = 0; j < W; j++) sums[r][at + j] = total[r][j];
+  }
+}
+
+template <class Op, class Source, int R = Op::MOST_ROWS_AT_ONCE>
+void level_tile_of(long rows, const Source& weights, const typename Op::Inputs& in, long from, long to,
+                   F (*sums)[WIDTH / LANES]) {
+  if (rows == R) level_tile<Op, R>(weights, in, from, to, sums);
+  else if constexpr (R > 1) level_tile_of<Op, Source, R == 6 ? 4 : R - 1>(rows, weights, in, from, to, sums);
+}
+
+// Rows of the next tile: few of them are left for the last one, and none is of 5, which spares compilers a sixth.
+template <class Op> inline long rows_of_tile(long left) {
+  if (left == 7 || left == 8) return 4 < Op::MOST_ROWS_AT_ONCE ? 4 : Op::MOST_ROWS_AT_ONCE;
+  if (left == 5) return 3;
+  return left < Op::MOST_ROWS_AT_ONCE ? left : Op::MOST_ROWS_AT_ONCE;
+}
+
+// The same of any number of rows.
+template <class Op, class Source>
+void level_tiles(long rows, const Source& weights, const typename Op::Inputs& in, long from, long to,
+                 F (*sums)[WIDTH / LANES]) {
+  for (long r = 0, some; r < rows; r += some) {
+    some = rows_of_tile<Op>(rows - r);
+    level_tile_of<Op>(some, weights, in.from(r), from, to, sums + r);
+  }
+}
+
+constexpr long LEVEL_BLOCK = 128;  // rows that share what is unpacked
+
+// A panel's groups of inputs `from` .. `to`, unpacked.
+template <class Op> struct Chunk {
+  typedef typename Op::Kind Kind;
+  static constexpr bool MINIMA = Kind::Scales::MINIMA;
+  static constexpr long GROUPS = Op::CHUNK_SECTIONS * SECTION / Kind::GROUP;  // of weights
+  static constexpr long IN_GROUPS = Op::CHUNK_SECTIONS * SECTION / IN_GROUP_OF<Kind>;
+  alignas(64) int32_t words[Op::CHUNK_SECTIONS * Op::WORDS * WIDTH];
+  alignas(64) float d[GROUPS * WIDTH], m[MINIMA ? GROUPS * WIDTH : 1];
+
+  void unpack(const Packed<Kind>& panel, long from, long to) {
+    constexpr long EACH = IN_GROUP_OF<Kind> / SECTION, SHARE = IN_GROUP_OF<Kind> / Kind::GROUP;
+    int32_t* out = words;
+    for (long group = from; group < to; group++) panel.fetch(group);
+    for (long i = from * EACH; i < to * EACH; i++) {
+      Section<Kind> section = panel.section(i);
+#pragma GCC unroll 16
+      for (long word = 0; word < Op::WORDS; word++, out += WIDTH)
+        for (long at = 0; at < WIDTH; at += LANES) store(out + at, Op::operand(section, word, at));
+    }
+    for (long group = from * SHARE; group < to * SHARE; group++)
+      for (long at = 0; at < WIDTH; at += LANES) {
+        F first, second = {};
+        panel.scales(group, at, first, second);
+        store(d + (group - from * SHARE) * WIDTH + at, first);
+        if (MINIMA) store(m + (group - from * SHARE) * WIDTH + at, second);
+      }
+  }
+
+  Unpacked<Op::WORDS, MINIMA> weights() const { return {words, d, m}; }
+};
+
+template <class Op>
+void multiply_unpacked(long rows, const Packed<typename Op::Kind>& panel, const typename Op::Inputs& in, long groups,
+                       F (*sums)[WIDTH / LANES]) {
+  Chunk<Op> chunk;
+  for (long from = 0; from < groups; from += chunk.IN_GROUPS) {
+    long to = from + chunk.IN_GROUPS < groups ? from + chunk.IN_GROUPS : groups;
+    chunk.unpack(panel, from, to);
+    level_tiles<Op>(rows, chunk.weights(), in, from, to, sums);
+  }
+}
+
+template <class Op> void multiply_levels(const PartProduct& product, const typename Op::Inputs& in) {
+  typedef typename Op::Kind Kind;
+  const long inputs = product.call.weights->inputs, groups = inputs / IN_GROUP_OF<Kind>;
+  const long rows = product.call.rows, outputs = product.part.outputs;
+  alignas(64) F sums[LEVEL_BLOCK][WIDTH / LANES];
+  for (long p; (p = product.next_panel()) >= 0;) {
+    const Packed<Kind> panel = {(const uint8_t*)product.part.packed + p * level_panel_bytes<Kind>(inputs)};
+    for (long row = 0; row < rows; row += LEVEL_BLOCK) {
+      long some = rows - row < LEVEL_BLOCK ? rows - row : LEVEL_BLOCK;
+      memset(sums, 0, some * sizeof sums[0]);
+      if (Op::EASY || rows <= Op::MOST_ROWS_AT_ONCE) level_tiles<Op>(some, panel, in.from(row), 0, groups, sums);
+      else if constexpr (!Op::EASY) multiply_unpacked<Op>(some, panel, in.from(row), groups, sums);
+      long column = p * WIDTH, count = outputs - column < WIDTH ? outputs - column : WIDTH;
+      for (long r = 0; r < some; r++) write(product, row + r, column, count, sums[r]);
+    }
+  }
+}

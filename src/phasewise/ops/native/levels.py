@@ -1,0 +1,42 @@
+"""Kinds of weights of few bits, whose blocks the native kernels take as a file has them and never expand.
+
+A weight is `d * value + m`: consecutive inputs of an output share `d` and `m`, and each has a level of 4 to 8 bits.
+`level_kinds.h` says what a block's bytes mean, and how they lie once they are packed. They take as many bytes then.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class LevelKind(NamedTuple):
+    """`inputs` of an output lie in a block of `size` bytes. Rows in int8 have a scale for every `group` inputs."""
+
+    inputs: int
+    size: int
+    group: int = 32
+
+
+# In the order of levels.cpp. INT4 is what AWQ, GPTQ and compressed-tensors are brought into: float16 d, with ZEROS a
+# byte for the level that stands for 0 (else it is 8), and bytes of two inputs each, the earlier in the low nibble.
+KINDS = {
+    "Q4_0": LevelKind(32, 18),
+    "Q4_1": LevelKind(32, 20),
+    "Q5_0": LevelKind(32, 22),
+    "Q5_1": LevelKind(32, 24),
+    "Q8_0": LevelKind(32, 34),
+    "Q4_K": LevelKind(256, 144),
+    "Q5_K": LevelKind(256, 176),
+    "Q6_K": LevelKind(256, 210),
+    "IQ4_NL": LevelKind(32, 18),
+    "MXFP4": LevelKind(32, 17),
+    "INT4_32": LevelKind(32, 18),
+    "INT4_64": LevelKind(64, 34, 64),
+    "INT4_128": LevelKind(128, 66, 128),
+    "INT4_32_ZEROS": LevelKind(32, 19),
+    "INT4_64_ZEROS": LevelKind(64, 35, 64),
+    "INT4_128_ZEROS": LevelKind(128, 67, 128),
+}
+
+# Each of them is two forms: for rows rounded to bfloat16, where levels are exact too, and to int8.
+FORMS = tuple(f"{kind}/{rows}" for kind in KINDS for rows in ("bfloat16", "int8"))

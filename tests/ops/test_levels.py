@@ -1,0 +1,138 @@
+"""Weights of few bits: the native kernels against what the format's own package expands their blocks to."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from phasewise.ops import levels as plain
+from phasewise.ops import native
+from phasewise.ops.native import weights
+from phasewise.ops.native.levels import KINDS
+from phasewise.ops.native.weights import PackedWeights, pack_blocks
+from tests.ops.targets import EACH
+
+ROWS = ["bfloat16", "int8"]  # forms that they come in
+OUTPUTS = 131  # two panels, and some of a third
+HALF_AT = {"Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}  # float16; others at 0
+WIDE = ("Q4_K", "Q5_K", "Q6_K")
+NEW = [kind for kind in KINDS if kind.startswith("INT4")]  # that are no file's
+
+
+@pytest.fixture(params=EACH, autouse=True)
+def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    kernels = native.load(request.param)
+    assert kernels is not None
+    native._share_threads(kernels)
+    monkeypatch.setattr(weights, "library", lambda: kernels)
+    torch.manual_seed(0)
+    return str(request.param)
+
+
+def test_sizes_are_the_packages() -> None:
+    for name, kind in KINDS.items():
+        if name not in NEW:
+            assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]] == (kind.inputs, kind.size)
+
+
+def expand(kind: str, raw: np.ndarray) -> Tensor:
+    """Blocks uint8 [out, blocks, bytes] -> float32 [out, in]."""
+    if kind not in NEW:
+        found = gguf.quants.dequantize(raw.reshape(len(raw), -1), gguf.GGMLQuantizationType[kind])
+        return torch.from_numpy(np.asarray(found, dtype=np.float32).reshape(len(raw), -1))
+    scales, nibbles = raw[:, :, :2].copy().view(np.float16).astype(np.float32), raw[:, :, -KINDS[kind].inputs // 2 :]
+    zeros = raw[:, :, 2:3].astype(np.float32) if kind.endswith("ZEROS") else np.float32(8)
+    levels = np.stack((nibbles & 15, nibbles >> 4), 3).reshape(*raw.shape[:2], -1)
+    return torch.from_numpy((scales * (levels - zeros)).reshape(len(raw), -1))
+
+
+def layer_of(kind: str, rows: str, raw: Tensor, bias: Tensor | None = None) -> PackedWeights:
+    return PackedWeights.of([pack_blocks(raw, f"{kind}/{rows}")], bias)
+
+
+def some_blocks(kind: str, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Random blocks uint8 [out, bytes of a row] and what they stand for; every float16 is `scale`, or any of a size."""
+    values, size, _ = KINDS[kind]
+    random = np.random.default_rng(size)
+    raw = random.integers(0, 256, (OUTPUTS, (768 if kind in WIDE else 640) // values, size), dtype=np.uint8)
+    for at in HALF_AT.get(kind, (0,)):
+        drawn = random.uniform(0.001, 0.01, raw.shape[:2]) if scale is None else np.full(raw.shape[:2], scale)
+        raw[:, :, at : at + 2] = drawn.astype(np.float16)[..., None].view(np.uint8)
+    if kind == "MXFP4":
+        raw[:, :, 0] = random.integers(120, 130, raw.shape[:2]) if scale is None else 128
+    if kind.endswith("ZEROS"):
+        raw[:, :, 2] &= 15
+    return torch.from_numpy(raw.reshape(OUTPUTS, -1)), expand(kind, raw)
+
+
+def bits(y: Tensor) -> Tensor:
+    return y.view(torch.int32)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_exact_sums(kind: str, rows: str) -> None:
+    """Whole numbers, of which a row's largest in each group is 127: nothing is rounded, whatever the order."""
+    raw, weight = some_blocks(kind, 1.0)
+    x = torch.randint(-127, 128, (9, weight.shape[1])).float()
+    x[:, ::32] = 127
+    want = x.double() @ weight.double().T
+    assert want.abs().max() < 2**24
+    bias, add = torch.randint(-99, 99, (OUTPUTS,)).float(), torch.randint(-99, 99, (9, OUTPUTS)).float()
+    layer = layer_of(kind, rows, raw, bias)
+    assert torch.equal(layer(x, add), (want + bias + add).float())
+    assert torch.equal(layer(x[:2]), (want[:2] + bias).float())
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_their_own_and_equal_the_twin(kind: str, rows: str) -> None:
+    """Bit for bit in steps of any size, by any threads, and beside rows that hold what is no number."""
+    raw, weight = some_blocks(kind, None)
+    layer, threads = layer_of(kind, rows, raw), torch.get_num_threads()
+    x = torch.randn(513, weight.shape[1])
+    x[7, 5], x[200, -1] = torch.inf, torch.nan
+    x[8, :64], x[9, :32] = 0, 1e-38
+    together = layer(x)
+    assert not together[[7, 200]].isfinite().any()
+    for size in (1, 2, 3, 4, 5, 7, 64):
+        few = x[: 12 * size]
+        apart = torch.cat([layer(some) for some in few.split(size)])
+        assert torch.equal(apart.view(torch.int32), together[: len(few)].view(torch.int32)), size
+    fine = torch.ones(513, dtype=torch.bool)
+    fine[[7, 200]] = False
+    want = plain.multiply(x[fine], weight, KINDS[kind].group, as_bytes=rows == "int8")
+    assert ((together[fine].double() - want).abs() <= 1e-5 * (x[fine].abs() @ weight.abs().T) + 1e-6).all()
+    halves = x.bfloat16()
+    assert torch.equal(layer(halves)[fine], layer(halves.float())[fine].bfloat16())
+    torch.set_num_threads(3 - min(threads, 2))
+    try:
+        assert torch.equal(layer(x)[fine], together[fine]), "threads change bits"
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_the_weight(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the format's package, to the bit; packed in slices, from rows that lie apart."""
+    raw, weight = some_blocks(kind, None)
+    layer = layer_of(kind, "int8", raw)
+    assert layer.nbytes == raw.nbytes
+    assert torch.equal(layer.dense(), weight.bfloat16())
+    monkeypatch.setattr(weights, "SLICE", 1)
+    done: list[Tensor] = []
+    sliced = pack_blocks(torch.cat((raw, raw), 1)[:, : raw.shape[1]], f"{kind}/bfloat16", done.append)
+    assert [len(rows) for rows in done] == [64, 64, 3]
+    assert torch.equal(PackedWeights.of([sliced], None).dense(), weight.bfloat16())
+
+
+def test_parts_of_unlike_kinds() -> None:
+    """A layer of such parts gives what each of them gives, to the bit."""
+    blocks = {kind: some_blocks(kind, None)[0] for kind in ("Q4_K", "Q6_K")}
+    parts = [pack_blocks(raw, f"{kind}/{rows}") for kind, raw in blocks.items() for rows in ROWS]
+    x = torch.randn(70, parts[0].inputs)
+    want = torch.cat([PackedWeights.of([part], None)(x) for part in parts], 1)
+    assert torch.equal(PackedWeights.of(parts, None)(x), want)
