@@ -42,6 +42,11 @@ def percentile(values: Sequence[float], q: float) -> float | None:
     return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
 
 
+def quantiles(name: str, seconds: Sequence[float]) -> dict[str, float | None]:
+    """`QUANTILES` of times, by the names that benchmarks give them: {NAME_p50_s: seconds, ..}."""
+    return {f"{name}_p{q * 100:.0f}_s": percentile(seconds, q) for q in QUANTILES}
+
+
 def summary(served: Sequence[ServedRequest], seconds: float, slo: SLO | None = None) -> dict[str, float | int | None]:
     """Flat numbers, times in seconds. Latencies count requests that came in full; rates count over `seconds`.
 
@@ -61,15 +66,10 @@ def summary(served: Sequence[ServedRequest], seconds: float, slo: SLO | None = N
         "output_tokens_per_s": out / seconds,
         "total_tokens_per_s": (prompt + out) / seconds,
     }
-    series: dict[str, list[float]] = {
-        "ttft": [t for one in good if (t := one.trace.ttft) is not None],
-        "tpot": [t for one in good if (t := one.trace.tpot) is not None],
-        "itl": [gap for one in good for gap in one.trace.itl],
-        "tbt": [gap for one in good for gap in one.trace.tbt],
-    }
-    for name, values in series.items():
-        for q in QUANTILES:
-            numbers[f"{name}_p{q * 100:.0f}_s"] = percentile(values, q)
+    numbers |= quantiles("ttft", [t for one in good if (t := one.trace.ttft) is not None])
+    numbers |= quantiles("tpot", [t for one in good if (t := one.trace.tpot) is not None])
+    numbers |= quantiles("itl", [gap for one in good for gap in one.trace.itl])
+    numbers |= quantiles("tbt", [gap for one in good for gap in one.trace.tbt])
     if slo:
         met = sum(one.meets(slo) for one in served)
         numbers |= {"ttft_target_s": slo.ttft, "tpot_target_s": slo.tpot, "tbt_target_s": slo.tbt}

@@ -172,15 +172,22 @@ def _choice(said: Mapping[str, Any]) -> ReplyChoice:
     scores = said.get("logprobs")
     if not scores:
         return plain
-    if "content" in scores:  # as a chat has them; llama.cpp's completions, too
-        entries = scores["content"] or []
-        tops = tuple({each["token"]: each["logprob"] for each in entry.get("top_logprobs") or ()} for entry in entries)
-        tokens = tuple(entry["token"] for entry in entries)
-        return replace(plain, tokens=tokens, logprobs=tuple(entry["logprob"] for entry in entries), tops=tops)
+    if "content" in scores:
+        return _scored_by_token(plain, scores["content"] or [])
     return replace(
         plain,
         tokens=tuple(scores["tokens"]),
         logprobs=tuple(scores["token_logprobs"]),
         tops=tuple(each or {} for each in scores.get("top_logprobs") or ()),
         offsets=tuple(scores.get("text_offset") or ()),
+    )
+
+
+def _scored_by_token(plain: ReplyChoice, entries: Sequence[Mapping[str, Any]]) -> ReplyChoice:
+    """The choice with an entry per token, as a chat has them, and llama.cpp's completions, too."""
+    return replace(
+        plain,
+        tokens=tuple(entry["token"] for entry in entries),
+        logprobs=tuple(entry["logprob"] for entry in entries),
+        tops=tuple({each["token"]: each["logprob"] for each in entry.get("top_logprobs") or ()} for entry in entries),
     )

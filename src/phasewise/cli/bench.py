@@ -16,7 +16,7 @@ from phasewise.cli.progress import counting, working
 from phasewise.errors import UserError
 
 if TYPE_CHECKING:
-    from phasewise.bench.load import RecordedLoad
+    from phasewise.bench.load import LoadResult, RecordedLoad
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -105,18 +105,22 @@ def load(
     show.title(f"{result.model}, {asked.workload}, {arrivals}")
     show.latencies(numbers)
     if hits is not None:
-        print(
-            f"prefix caches: {hits:,.0f} of {sum(len(shot.prompt) for shot in shots):,} prompt tokens were found there"
-        )
-    if failure := next((one.error for one in result.served if one.error), None):
-        print(f"first failure: {failure}")
-    if result.late > 0.1:
-        print(f"note: the client was up to {result.late:.2f} s late; latencies count from when a request was due")
+        prompts = sum(len(shot.prompt) for shot in shots)
+        print(f"prefix caches: {hits:,.0f} of {prompts:,} prompt tokens were found there")
+    _tell_trouble(result)
     row = {**numbers, "rate": rate, "late_s": result.late, "url": url, "workload": asked.workload,
            "prefix_hits": hits}  # fmt: skip
     show.record(asked.out, "load", engine, [row])
     if record is not None and recorded is not None:
         _keep(record, engine, row, recorded)
+
+
+def _tell_trouble(result: LoadResult) -> None:
+    """Print the first request that failed, and how late the client was."""
+    if failure := next((one.error for one in result.served if one.error), None):
+        print(f"first failure: {failure}")
+    if result.late > 0.1:
+        print(f"note: the client was up to {result.late:.2f} s late; latencies count from when a request was due")
 
 
 def _keep(path: Path, engine: EngineOptions, row: dict[str, Any], recorded: RecordedLoad) -> None:

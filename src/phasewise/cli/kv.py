@@ -122,13 +122,18 @@ class KVFiles:
             return []
         if not self.resume:
             raise UserError(f"out={self.out} is there already: add --resume to go on with it, or name another file")
-        try:
-            lines = [json.loads(text) for text in self.out.read_text(encoding="utf-8").splitlines() if text.strip()]
-        except ValueError as error:
-            raise UserError(f"out={self.out} does not hold JSON lines ({error}): name another file") from error
-        if not all(isinstance(line, dict) for line in lines):
-            raise UserError(f"out={self.out} holds lines that are no objects: name another file")
-        return lines
+        return _lines(self.out)
+
+
+def _lines(out: Path) -> list[Line]:
+    """The lines of a file that an earlier run has written. Raises UserError where it holds anything else."""
+    try:
+        lines = [json.loads(text) for text in out.read_text(encoding="utf-8").splitlines() if text.strip()]
+    except ValueError as error:
+        raise UserError(f"out={out} does not hold JSON lines ({error}): name another file") from error
+    if not all(isinstance(line, dict) for line in lines):
+        raise UserError(f"out={out} holds lines that are no objects: name another file")
+    return lines
 
 
 COMPARED, WRITTEN = Compared(), KVFiles()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from phasewise.kv.buffer import Buffer
@@ -10,6 +10,7 @@ from phasewise.kv.cache import KV
 
 if TYPE_CHECKING:
     from phasewise.engine.engine import Engine
+    from phasewise.engine.queues import Queues
     from phasewise.request.request import Request
 
 
@@ -17,12 +18,7 @@ def check(engine: Engine) -> None:
     """Raise AssertionError naming the request, or the bytes, that break a rule."""
     queues = engine.queues
     everyone: list[Request] = [*queues.waiting, *queues.running, *queues.departed]
-    assert len(set(everyone)) == len(everyone), "a request is in two places"
-    assert all(request in queues for request in everyone), "a request is in a queue but not registered"
-    assert len(queues) == len(everyone), "a registered request is in no queue"
-    for queue in (queues.waiting, queues.running, queues.departed):
-        ranks = [queues.rank(request) for request in queue]
-        assert ranks == sorted(ranks), f"out of order: {queue}"
+    _check_places(queues, everyone)
     for request in everyone:
         assert request.left is None, f"{request} has left but is still queued"
         assert 0 <= request.computed <= request.known, f"{request} has computed more than is known"
@@ -39,6 +35,16 @@ def check(engine: Engine) -> None:
     assert 0 <= held <= ledger.used <= ledger.limit, f"held {held}, used {ledger.used}, limit {ledger.limit}"
     if not any(request.state for request in everyone):
         assert held == ledger.used, f"{ledger.used - held} bytes of KV belong to nobody"
+
+
+def _check_places(queues: Queues, everyone: Sequence[Request]) -> None:
+    """Each of `everyone` is in one queue, in its order, and registered; nobody else is."""
+    assert len(set(everyone)) == len(everyone), "a request is in two places"
+    assert all(request in queues for request in everyone), "a request is in a queue but not registered"
+    assert len(queues) == len(everyone), "a registered request is in no queue"
+    for queue in (queues.waiting, queues.running, queues.departed):
+        ranks = [queues.rank(request) for request in queue]
+        assert ranks == sorted(ranks), f"out of order: {queue}"
 
 
 def _bytes(kvs: Iterable[KV | None]) -> int:

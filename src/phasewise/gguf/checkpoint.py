@@ -149,12 +149,17 @@ def _files(path: Path) -> list[GGUFFile]:
             f"{path} is one of {count} files, and {', '.join(absent[:3])} is not beside it. Fetch all of them."
         )
     files = [first if each == path else GGUFFile(each) for each in paths]
-    for i, file in enumerate(files):
-        number, of = file.metadata.get("split.no"), file.metadata.get("split.count")
-        if type(number) is not int or type(of) is not int or (number, of) != (i, count):
-            raise BrokenFile(f"{file.path} says that it is file {number!r:.60} of {of!r:.60}, counted from 0; its name "
-                             f"says {i} of {count}. Download it again.")  # fmt: skip
+    _check_numbers(files)
     promised, total = files[0].metadata.get("split.tensors.count"), sum(len(file.tensors) for file in files)
     if type(promised) is int and promised != total:
         raise BrokenFile(f"{path}: {promised} tensors are promised, and the files have {total}. Download them again.")
     return files
+
+
+def _check_numbers(files: list[GGUFFile]) -> None:
+    """Raise BrokenFile for a shard that says to be another one than its name does."""
+    for i, file in enumerate(files):
+        number, of = file.metadata.get("split.no"), file.metadata.get("split.count")
+        if type(number) is not int or type(of) is not int or (number, of) != (i, len(files)):
+            raise BrokenFile(f"{file.path} says that it is file {number!r:.60} of {of!r:.60}, counted from 0; its name "
+                             f"says {i} of {len(files)}. Download it again.")  # fmt: skip

@@ -349,17 +349,25 @@ def fill(
         found((stop - start) * size, start * size, start)
         return len(tails) * sum(plane[:, blocks].nbytes for plane in first.buffers[side].planes)
     rows = [planes[side][:, start * size - base : stop * size - base] for _, planes, base in tails]
+    layers = [sealed for sealed, _, _ in tails]
     if not first.format.by_saliency:
-        return _put([sealed for sealed, _, _ in tails], side, blocks, first.format.seal(side, torch.cat(rows)))
+        return _put(layers, side, blocks, first.format.seal(side, torch.cat(rows)))
     assert saliency is not None, "who seals rows by saliency says how much they matter"
-    moved, formats = 0, dict.fromkeys(sealed.format for sealed, _, _ in tails)  # layers may be fitted unalike
-    for format in formats:
-        mine = [layer for layer, (sealed, _, _) in enumerate(tails) if sealed.format == format]
-        own = torch.stack([saliency(layer, start * size, stop * size) for layer in mine])
-        layers = [tails[layer][0] for layer in mine]
-        settled = [torch.cat(each) for each in zip(*(sealed.settled[side].planes for sealed in layers))]
-        made = format.seal_ranked(side, torch.stack([rows[layer] for layer in mine]), own, settled)
-        moved += _put(layers, side, blocks, made)
+    matter = [saliency(layer, start * size, stop * size) for layer in range(len(tails))]
+    return _put_ranked(layers, side, blocks, rows, matter)
+
+
+def _put_ranked(
+    layers: Sequence[LayerBlocks], side: int, blocks: slice, rows: Sequence[Tensor], saliency: Sequence[Tensor]
+) -> int:
+    """Seal rows of each layer by how much each of them matters, and write their blocks. Returns bytes written."""
+    moved = 0
+    for format in dict.fromkeys(sealed.format for sealed in layers):  # layers may be fitted unalike
+        mine = [layer for layer, sealed in enumerate(layers) if sealed.format == format]
+        alike = [layers[layer] for layer in mine]
+        own, theirs = (torch.stack([each[layer] for layer in mine]) for each in (rows, saliency))
+        settled = [torch.cat(each) for each in zip(*(sealed.settled[side].planes for sealed in alike))]
+        moved += _put(alike, side, blocks, format.seal_ranked(side, own, theirs, settled))
     return moved
 
 

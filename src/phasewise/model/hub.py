@@ -15,6 +15,8 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # No pickle: nothing that could run code is even downloaded.
 WANTED = ["*.safetensors", "*.json", "*.jinja"]
 UNWANTED = ["consolidated*", "original/*", "onnx/*"]  # second copies of the weights
+FIRST_SHARD = re.compile(r"-00001-of-\d{5}\.gguf$")
+FURTHER_SHARD = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 
 
 def resolve(path: str | Path) -> Path:
@@ -66,23 +68,27 @@ def wanted(names: Sequence[str], file: str | None, of: str) -> list[str]:
     `names` are all files that it has, `file` is the GGUF file the user asks for. Raises UserError where there are
     several models to choose from, or none.
     """
+    ggufs = [name for name in names if name.lower().endswith(".gguf")]
     if file is not None:
-        if file not in names or not file.lower().endswith(".gguf"):
-            there = ", ".join(name for name in names if name.lower().endswith(".gguf")) or "no .gguf file"
-            raise UserError(f"{of} has no GGUF file {file!r}; it has {there}")
+        if file not in ggufs:
+            raise UserError(f"{of} has no GGUF file {file!r}; it has {', '.join(ggufs) or 'no .gguf file'}")
         return [file]
     found = [name for name in names if _any(name, WANTED) and not _any(name, UNWANTED)]
     if any(name.endswith(".safetensors") for name in found):
         return found
-    models = [name for name in names if name.lower().endswith(".gguf") and not Path(name).name.startswith("mmproj")]
-    models = [name for name in models if not re.search(r"-(?!00001)\d{5}-of-\d{5}\.gguf$", name)]  # further shards
-    if len(models) == 1:
-        stem = re.sub(r"-00001-of-(\d{5})\.gguf$", "", models[0])
-        return [name for name in names if name == models[0] or (stem != models[0] and name.startswith(f"{stem}-0"))]
-    if models:
+    return _only_gguf(ggufs, of)
+
+
+def _only_gguf(ggufs: Sequence[str], of: str) -> list[str]:
+    """The one GGUF model among these files, with its shards. Raises UserError where there are several, or none."""
+    models = [name for name in ggufs if not Path(name).name.startswith("mmproj") and not FURTHER_SHARD.search(name)]
+    if not models:
+        raise UserError(f"{of} has neither safetensors nor GGUF files; other weights are not read, for they may run "
+                        "code. Choose another repository of this model")  # fmt: skip
+    if len(models) > 1:
         raise UserError(f"{of} holds {len(models)} GGUF models: choose one with --file: {', '.join(models)}")
-    raise UserError(f"{of} has neither safetensors nor GGUF files; other weights are not read, for they may run code. "
-                    "Choose another repository of this model")  # fmt: skip
+    stem = FIRST_SHARD.sub("", models[0])
+    return [name for name in ggufs if name == models[0] or (stem != models[0] and name.startswith(f"{stem}-0"))]
 
 
 def pull(name: str, *, file: str | None = None, revision: str | None = None) -> Path:

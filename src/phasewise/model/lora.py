@@ -93,12 +93,27 @@ def read(folder: Path, config: ModelConfig, most_rank: int) -> Adapter:
 
 # ---- the settings
 def _settings(path: Path, said: bytes) -> LoraSettings:
+    raw = _object(path, said)
+    _check_supported(path, raw)
+    alpha = _number(path, "lora_alpha", raw.get("lora_alpha", 8))
+    rooted = raw.get("use_rslora", False)
+    if not isinstance(rooted, bool):
+        raise UserError(f"{path}: use_rslora = {rooted!r} must be true or false")
+    return LoraSettings(alpha, rooted, _patterns(path, raw.get("alpha_pattern") or {}))
+
+
+def _object(path: Path, said: bytes) -> dict[str, Any]:
     try:
         raw = json.loads(said)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON ({error})") from error
     if not isinstance(raw, dict):
         raise UserError(f"{path} must hold a JSON object")
+    return raw
+
+
+def _check_supported(path: Path, raw: Mapping[str, Any]) -> None:
+    """Raise UserError for settings that make another adapter than W + scale * B A of linear layers."""
     if raw.get("peft_type", "LORA") != "LORA":
         raise UserError(f"{path}: peft_type is {raw['peft_type']!r}: only LORA adapters can be served")
     for name, neutral in UNSUPPORTED.items():
@@ -110,11 +125,6 @@ def _settings(path: Path, said: bytes) -> LoraSettings:
     wrong = next((each for each in NOT_LINEAR if any(each in str(target) for target in named)), None)
     if wrong is not None:
         raise UserError(f"{path}: target_modules names {wrong}: {_only()}")
-    alpha = _number(path, "lora_alpha", raw.get("lora_alpha", 8))
-    rooted = raw.get("use_rslora", False)
-    if not isinstance(rooted, bool):
-        raise UserError(f"{path}: use_rslora = {rooted!r} must be true or false")
-    return LoraSettings(alpha, rooted, _patterns(path, raw.get("alpha_pattern") or {}))
 
 
 def _patterns(path: Path, raw: Any) -> dict[str, float]:

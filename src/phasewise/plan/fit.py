@@ -69,6 +69,14 @@ def fit(timed: Sequence[Timed], path: Path) -> FittedLine:
         raise UserError(
             f"{len(timed)} {path} steps were measured, and a latency model needs {len(names)}: measure more"
         )
+    weights = _with_knots(timed, names)
+    kinks = any(">" in name for name in weights)  # without, no weight is below zero
+    return FittedLine(weights, 0.5 * min(one.seconds for one in timed) if kinks else 0.0)
+
+
+def _with_knots(timed: Sequence[Timed], terms: Sequence[str]) -> dict[str, float]:
+    """Weights of these terms, and of as many knots as each lower the squared error by a tenth."""
+    names = list(terms)
     weights, error = _solve(timed, names)
     rows = {one.step.rows for one in timed}
     free = [f"rows>{knot}" for knot in KNOTS if sum(n <= knot for n in rows) > 1 and sum(n > knot for n in rows) > 1]
@@ -80,8 +88,7 @@ def fit(timed: Sequence[Timed], path: Path) -> FittedLine:
         weights, error = better, lower
         names.append(knot)
         free.remove(knot)
-    kinks = any(">" in name for name in weights)  # without, no weight is below zero
-    return FittedLine(weights, 0.5 * min(one.seconds for one in timed) if kinks else 0.0)
+    return weights
 
 
 def _solve(timed: Sequence[Timed], names: Sequence[str]) -> tuple[dict[str, float], float]:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import phasewise.cluster
 from phasewise.bench.goodput import SHARE
-from phasewise.bench.latency import QUANTILES, TAIL, percentile
+from phasewise.bench.latency import TAIL, percentile, quantiles
 from phasewise.cluster.policy import Policy
 from phasewise.errors import UserError
 from phasewise.plan.arrivals import Load
@@ -75,10 +75,6 @@ class LoadOutcome:
     def numbers(self, slo: SLO | None = None) -> dict[str, Any]:
         """Flat numbers, times in seconds, by the names that benchmarks give them."""
         good = [job for job in self.jobs if job.finished]
-        engines = [engine for cluster in self.clusters for engine in cluster.engines]
-        done = sum((engine.counters for engine in engines), Counters())
-        routers = [cluster.router.counters for cluster in self.clusters if cluster.router is not None]
-        moved = [job.trace.handoff for job in self.jobs if job.trace.handoff is not None]
         found: dict[str, Any] = {
             "requests": len(self.jobs),
             "failed": len(self.jobs) - len(good),
@@ -87,14 +83,23 @@ class LoadOutcome:
             "requests_per_s": len(good) / self.seconds if self.seconds else 0.0,
             "output_tokens_per_s": sum(job.n_out for job in good) / self.seconds if self.seconds else 0.0,
         }
-        series = {"ttft": [job.ttft for job in good], "tpot": [job.tpot for job in good]}
-        for name, values in series.items():
-            known = [value for value in values if value is not None]
-            found |= {f"{name}_p{q * 100:.0f}_s": percentile(known, q) for q in QUANTILES}
+        found |= quantiles("ttft", [ttft for job in good if (ttft := job.ttft) is not None])
+        found |= quantiles("tpot", [tpot for job in good if (tpot := job.tpot) is not None])
         if any(job.stamps.tokens is not None for job in self.jobs):
-            gaps = [gap for job in good for gap in job.tbt]
-            found |= {f"tbt_p{q * 100:.0f}_s": percentile(gaps, q) for q in QUANTILES}
-        found |= {
+            found |= quantiles("tbt", [gap for job in good for gap in job.tbt])
+        found |= self._work()
+        if slo:
+            found |= {"ttft_target_s": slo.ttft, "tpot_target_s": slo.tpot, "tbt_target_s": slo.tbt}
+            found["good_share"] = self.share(slo)
+        return found
+
+    def _work(self) -> dict[str, Any]:
+        """The part of `numbers` that says what the workers have done."""
+        engines = [engine for cluster in self.clusters for engine in cluster.engines]
+        done = sum((engine.counters for engine in engines), Counters())
+        routers = [cluster.router.counters for cluster in self.clusters if cluster.router is not None]
+        moved = [job.trace.handoff for job in self.jobs if job.trace.handoff is not None]
+        return {
             "busy_share": sum(engine.busy for engine in engines) / (self.workers * self.seconds or 1.0),
             "steps": done.steps,
             "preemptions": done.preemptions,
@@ -110,10 +115,6 @@ class LoadOutcome:
             "joules": _known([engine.joules for engine in engines if engine.busy]),
             "money": _known([engine.money for engine in engines if engine.busy]),
         }
-        if slo:
-            found |= {"ttft_target_s": slo.ttft, "tpot_target_s": slo.tpot, "tbt_target_s": slo.tbt}
-            found["good_share"] = self.share(slo)
-        return found
 
 
 def _known(spent: Sequence[float]) -> float | None:

@@ -56,26 +56,14 @@ class Params:
     scored: bool = field(init=False, repr=False)  # whether log-probabilities, or a vector, are asked for
 
     def __post_init__(self) -> None:
-        for name, kind, low, high in _RANGES:
-            value = getattr(self, name)
-            if value is None and name in _OPTIONAL:
-                continue
-            if not _all(kind, (value,)):
-                raise UserError(f"{name}={value!r} is not a {'whole ' if kind is Integral else ''}number")
-            if not low <= value <= high:
-                raise UserError(f"{name}={value!r} is out of range: it must lie in [{low}, {high}]")
+        self._check_ranges()
         if self.pooling not in (None, "mean", "last"):
             raise UserError(f"pooling={self.pooling!r} must be 'mean' or 'last'")
         if not self.max_tokens and self.prompt_logprobs is None and self.pooling is None:
             raise UserError("max_tokens=0 is allowed only with prompt_logprobs or pooling: give at least 1")
         if not _all(Integral, self.stop_tokens):
             raise UserError(f"stop_tokens={self.stop_tokens!r} are no token ids: give whole numbers, as in (2, 7)")
-        biases = self.logit_bias
-        if not (isinstance(biases, Mapping) and _all(Integral, biases) and _all(Real, biases.values())):
-            raise UserError(f"logit_bias={biases!r} does not give token ids a number each, as {{42: -5.0}} does")
-        for token, bias in biases.items():
-            if not -_BIAS <= bias <= _BIAS:
-                raise UserError(f"logit_bias[{token}]={bias!r} is out of range: it must lie in [{-_BIAS}, {_BIAS}]")
+        self._check_biases()
         self._check_rules()
         penalties = self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty
         object.__setattr__(self, "stop_tokens", tuple(self.stop_tokens))
@@ -88,6 +76,24 @@ class Params:
         object.__setattr__(self, "plain", self.greedy and not self.penalised and self.ask is None)
         told = (self.logprobs, self.prompt_logprobs, self.pooling)
         object.__setattr__(self, "scored", self.provenance or any(each is not None for each in told))
+
+    def _check_ranges(self) -> None:
+        for name, kind, low, high in _RANGES:
+            value = getattr(self, name)
+            if value is None and name in _OPTIONAL:
+                continue
+            if not _all(kind, (value,)):
+                raise UserError(f"{name}={value!r} is not a {'whole ' if kind is Integral else ''}number")
+            if not low <= value <= high:
+                raise UserError(f"{name}={value!r} is out of range: it must lie in [{low}, {high}]")
+
+    def _check_biases(self) -> None:
+        biases = self.logit_bias
+        if not (isinstance(biases, Mapping) and _all(Integral, biases) and _all(Real, biases.values())):
+            raise UserError(f"logit_bias={biases!r} does not give token ids a number each, as {{42: -5.0}} does")
+        for token, bias in biases.items():
+            if not -_BIAS <= bias <= _BIAS:
+                raise UserError(f"logit_bias[{token}]={bias!r} is out of range: it must lie in [{-_BIAS}, {_BIAS}]")
 
     @property
     def background(self) -> bool:

@@ -333,14 +333,7 @@ class Service:
         if ask.exact and self.llm.lossy[recipe]:
             self._refuse_lossy(recipe)
         longest = max(map(len, prompts))
-        least = ask.min_tokens or 0
-        if longest >= context or longest + least > context:
-            raise ApiError(
-                400,
-                f"the model's context is {context} tokens, but this asks for {longest} of prompt"
-                + (f" and at least {least} of output" if least else "") + ": shorten it",
-                param, "context_length_exceeded",
-            )  # fmt: skip
+        _check_context(context, longest, ask.min_tokens or 0, param)
         room = context - longest
         cut = asked is not None and asked > room  # such an answer ends with the context
         if cut:
@@ -396,6 +389,17 @@ def _refuse_budget(llm: LLM) -> None:
             raise UserError(f"not even a prompt of one token can be served: {error}") from error
         except UserError:  # a method that asks more of its requests
             continue
+
+
+def _check_context(context: int, prompt: int, least: int, param: str) -> None:
+    """Raise ApiError for a prompt of so many tokens that leaves no room for `least` tokens of output, or for one."""
+    if prompt >= context or prompt + least > context:
+        raise ApiError(
+            400,
+            f"the model's context is {context} tokens, but this asks for {prompt} of prompt"
+            + (f" and at least {least} of output" if least else "") + ": shorten it",
+            param, "context_length_exceeded",
+        )  # fmt: skip
 
 
 def _allowed(request: Request) -> list[str]:

@@ -149,10 +149,9 @@ def problem(rng: Random, evaluation: bool, draw: Callable[[Random], Problem] = m
     """A question that is drawn so, of the training or the evaluation part."""
     while True:
         made = draw(rng)
-        asked = [n for n in NUMERAL.findall(made.question) if _apart(n)]
-        if evaluation and not (asked and all(map(held_out, asked))):
-            continue
-        if not evaluation and any(map(held_out, asked)):
+        held = [held_out(n) for n in NUMERAL.findall(made.question) if _apart(n)]
+        fits = any(held) and all(held) if evaluation else not any(held)
+        if not fits:
             continue
         try:
             result = made.result

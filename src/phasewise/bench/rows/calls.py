@@ -59,16 +59,20 @@ def measure(name: str, subject: Subject, examples: int, seed: int) -> RowScores:
     draw, offered = SUMS[name]
     asked = [problem(rng, True, draw) for _ in range(examples)]
     offers = [offered(rng) for _ in range(examples)]
-    talks: list[list[Mapping[str, Any]]] = [[{"role": "user", "content": one.question}] for one in asked]
-    called = []
-    for at, said in enumerate(_ask(subject, talks, offers, ROOM)):
+    answers = _answers(subject, asked, offers)
+    return graded(name, [at in answers and has(answers[at], one) for at, one in enumerate(asked)])
+
+
+def _answers(subject: Subject, asked: Sequence[Problem], offers: Sequence[ToolOffer]) -> dict[int, str]:
+    """{number of a question: the answer given once the calculator's result was told}, where it was called."""
+    talks: dict[int, list[Mapping[str, Any]]] = {}
+    questions: list[Mapping[str, Any]] = [{"role": "user", "content": one.question} for one in asked]
+    for at, said in enumerate(_ask(subject, [[each] for each in questions], offers, ROOM)):
         found = result(said, offers[at])
         if found is not None:
-            talks[at] += [call(offers[at], found[0]), {"role": "tool", "content": found[1]}]
-            called.append(at)
-    answers = _ask(subject, [talks[at] for at in called], [offers[at] for at in called], ANSWER) if called else []
-    said_of = dict(zip(called, answers, strict=True))
-    return graded(name, [at in said_of and has(said_of[at], one) for at, one in enumerate(asked)])
+            talks[at] = [questions[at], call(offers[at], found[0]), {"role": "tool", "content": found[1]}]
+    answers = _ask(subject, list(talks.values()), [offers[at] for at in talks], ANSWER) if talks else []
+    return dict(zip(talks, answers, strict=True))
 
 
 def result(said: str, offered: ToolOffer) -> tuple[str, str] | None:

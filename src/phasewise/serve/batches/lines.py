@@ -40,6 +40,23 @@ class LineError(UserError):
 def parse(number: int, text: bytes, endpoint: str | None) -> BatchLine:
     """A line as a request to `endpoint` (None: to any of them). Raises LineError."""
     at = number + 1
+    custom_id, method, url, body = _fields(at, text)
+    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= 512:
+        raise LineError(at, "invalid_custom_id", "custom_id must be a text of 1 to 512 characters", "custom_id")
+    if method != "POST":
+        raise LineError(at, "invalid_method", f"method must be POST, not {method!r}", "method")
+    there = (endpoint,) if endpoint is not None else ENDPOINTS
+    if url not in there:
+        raise LineError(at, "mismatched_url", f"url must be {' or '.join(there)}, not {url!r}", "url")
+    if not isinstance(body, Mapping):
+        raise LineError(at, "invalid_request", "body must be a JSON object", "body")
+    if body.get("stream"):
+        raise LineError(at, "invalid_request", "a line cannot stream: leave stream out of its body", "body.stream")
+    return BatchLine(number, custom_id, url, json.dumps(body).encode())
+
+
+def _fields(at: int, text: bytes) -> list[Any]:
+    """The values of `FIELDS` in line `at`, which has these and no others. Raises LineError."""
     try:
         said = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -54,19 +71,7 @@ def parse(number: int, text: bytes, endpoint: str | None) -> BatchLine:
         raise LineError(
             at, "invalid_request", f"{unknown!r} is no field of a line: it has {', '.join(FIELDS)}", unknown
         )
-    custom_id, method, url, body = (said[field] for field in FIELDS)
-    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= 512:
-        raise LineError(at, "invalid_custom_id", "custom_id must be a text of 1 to 512 characters", "custom_id")
-    if method != "POST":
-        raise LineError(at, "invalid_method", f"method must be POST, not {method!r}", "method")
-    there = (endpoint,) if endpoint is not None else ENDPOINTS
-    if url not in there:
-        raise LineError(at, "mismatched_url", f"url must be {' or '.join(there)}, not {url!r}", "url")
-    if not isinstance(body, Mapping):
-        raise LineError(at, "invalid_request", "body must be a JSON object", "body")
-    if body.get("stream"):
-        raise LineError(at, "invalid_request", "a line cannot stream: leave stream out of its body", "body.stream")
-    return BatchLine(number, custom_id, url, json.dumps(body).encode())
+    return [said[field] for field in FIELDS]
 
 
 def checked(lines: Iterable[bytes], endpoint: str | None, most: int) -> tuple[int, list[LineError]]:

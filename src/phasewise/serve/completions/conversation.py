@@ -21,7 +21,7 @@ from phasewise.serve.tools.calls import of_object
 from phasewise.serve.tools.final import around, blanks_may_come_first
 from phasewise.serve.tools.final import calls as calls_beside
 from phasewise.serve.tools.forced import grammar, held
-from phasewise.serve.tools.formats import GENERIC, TOOL_FORMATS, check
+from phasewise.serve.tools.formats import GENERIC, TOOL_FORMATS, Format, check
 from phasewise.serve.tools.optional import grammar as optional
 from phasewise.serve.tools.reader import ParserOptions
 from phasewise.serve.tools.reasoning import Tags
@@ -47,6 +47,40 @@ class Prompt:
     begins: bool = True
 
 
+@dataclass(frozen=True)
+class _Turn:
+    """A rendered prompt, and what its answer may hold: calls of `tools` in their `format`, at most one where `single`,
+    of `must` at least one; reasoning between `tags`; and a final answer in a form of its own (`answer`). The prompt has
+    `opened` the reasoning; it is `closed` by what the prompt ends with where there is none to hold. `special`: {text:
+    id} of the special tokens that format and tags are written with."""
+
+    text: str
+    tools: Sequence[Mapping[str, Any]]
+    must: Sequence[Mapping[str, Any]]
+    format: Format | None
+    single: bool
+    tags: Tags | None
+    opened: bool
+    closed: bool
+    answer: Wanted | None
+    special: Mapping[str, int]
+
+    @property
+    def spell(self) -> Spelling:
+        return Spelling(self.special)
+
+    @property
+    def exact(self) -> bool:
+        """True if blanks at the beginning belong to the final answer."""
+        return self.answer is not None and blanks_may_come_first(self.answer.ask)
+
+    @property
+    def reasons(self) -> Tags | None:
+        """The tags of reasoning that may still come."""
+        done = self.tags is None or self.closed or self.text.rstrip().endswith(self.tags.close)
+        return None if done else self.tags
+
+
 class ChatRenderer:
     """Knows what this model's chat template shows, once it has been asked. Raises UserError for unknown formats."""
 
@@ -64,54 +98,48 @@ class ChatRenderer:
     def prompt(self, ask: ChatAsk, why: Why) -> Prompt:
         """`why`: why what is asked (`Params.ask`) cannot be honoured, or None. Raises ApiError naming the field that
         this model cannot have."""
+        turn = self._turn(ask)
+        tags, must = turn.tags, turn.must
+        lead, asks = self._grammar(turn, why)
+        if tags is not None and ((must and turn.opened) or turn.closed):
+            lead = f"\n{tags.close}\n\n{lead}"
+        ids = self._llm.tokenizer.encode(turn.text + lead, add_special=False)
+        goes_on = bool(ask.continue_final_message or lead or (must and asks) or turn.answer)
+        if not turn.tools and tags is None:
+            return Prompt(ids, begins=not goes_on)
+        alone, ends = bool(must), turn.single and (asks is None or not must)  # a grammar of calls alone ends by itself
+        if tags is not None and not must and not turn.closed:
+            asks = {**(asks or {}), **_budget(ask, tags, turn.opened, why)} or None
+        schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in turn.tools}
+        manner = ParserOptions(turn.format, frozenset(schemas), tags, turn.opened, ends, schemas, turn.exact)
+        return Prompt(ids, lead, manner, frozenset(turn.special.values()), asks, alone, begins=not goes_on)
+
+    def _turn(self, ask: ChatAsk) -> _Turn:
+        """The rendered prompt, and what its answer may hold. Raises ApiError."""
         tools = [] if ask.tool_choice == "none" else ask.tools or []
         must = forced(tools, ask.tool_choice)
-        variables: Mapping[str, Any] = ask.variables()
         if tools:
             self._check_tools()
-            variables = variables if self.shown.format is GENERIC else {**variables, "tools": tools}
+        text, tags, format = self._rendered(ask, tools), self.shown.tags, self.shown.format if tools else None
+        opened = tags is not None and text.rstrip().endswith(tags.open)
+        closed = opened and ask.silent() and not must
+        words = [*(format.tokens if format else ()), *((tags.open, tags.close) if tags else ())]
+        ids = {word: self._llm.tokenizer.id(word) for word in words}
+        special = {word: i for word, i in ids.items() if i is not None and i in self._llm.tokenizer.special_ids}
+        single = ask.parallel_tool_calls is False or isinstance(ask.tool_choice, dict)
+        return _Turn(text, tools, must, format, single, tags, opened, closed, ask.structure(), special)
+
+    def _rendered(self, ask: ChatAsk, tools: Sequence[Mapping[str, Any]]) -> str:
+        """The prompt. Raises ApiError where the template cannot write it."""
+        variables: Mapping[str, Any] = ask.variables()
+        if tools and self.shown.format is not GENERIC:
+            variables = {**variables, "tools": tools}
         template = self._llm.template if ask.chat_template is None else self._sent(ask.chat_template)
         try:
-            text = self._written(partial(template.render, **variables), ask.messages, tools)
+            return self._written(partial(template.render, **variables), ask.messages, tools)
         except UserError as error:
             param = "messages" if ask.chat_template is None else "chat_template"
             raise ApiError(400, str(error), param) from error
-        tags = self.shown.tags
-        opened = tags is not None and text.rstrip().endswith(tags.open)
-        closed = opened and ask.silent() and not must  # by what the prompt ends with: there is no reasoning to hold
-        format = self.shown.format if tools else None
-        words = [*(format.tokens if format else ()), *((tags.open, tags.close) if tags else ())]
-        special = self._llm.tokenizer.special_ids
-        ids_of = {word: i for word in words if (i := self._llm.tokenizer.id(word)) in special and i is not None}
-        single, spell = ask.parallel_tool_calls is False or isinstance(ask.tool_choice, dict), Spelling(ids_of)
-        lead, asks = self._forced(must, single, spell, why)
-        answer = ask.structure()
-        if answer is not None:
-            _check_both(answer, tools, must)
-        if format is not None and not must and answer is not None and answer.field == OPENAI:
-            asks = calls_beside(tools, format, self.shown.opening, spell, single)
-        elif strict(tools) and format is not None and not must:
-            asks = optional(tools, format, self.shown.opening, spell, None if closed else tags, opened)
-        reason = None if asks is None else why(asks)
-        if reason is not None:
-            _refuse(tools, reason, why)
-        exact = answer is not None and blanks_may_come_first(answer.ask)
-        if answer is not None and not must:
-            reasons = tags if tags is not None and not closed and not text.rstrip().endswith(tags.close) else None
-            if reasons is not None or asks is not None:
-                asks = around(reasons, opened, not exact, asks, spell)
-        if tags is not None and ((must and opened) or closed):
-            lead = f"\n{tags.close}\n\n{lead}"
-        ids = self._llm.tokenizer.encode(text + lead, add_special=False)
-        goes_on = bool(ask.continue_final_message or lead or (must and asks) or ask.structure())
-        if not tools and tags is None:
-            return Prompt(ids, begins=not goes_on)
-        alone, ends = bool(must), single and (asks is None or not must)  # a grammar of calls alone ends by itself
-        if tags is not None and not must and not closed:
-            asks = {**(asks or {}), **_budget(ask, tags, opened, why)} or None
-        schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
-        manner = ParserOptions(format, frozenset(schemas), tags, opened, ends, schemas, exact)
-        return Prompt(ids, lead, manner, frozenset(ids_of.values()), asks, alone, begins=not goes_on)
 
     def _written(
         self, write: Callable[[list[dict[str, Any]]], str], messages: Sequence[Mapping[str, Any]],
@@ -122,16 +150,42 @@ class ChatRenderer:
             return generic.render(write, messages, tools)
         return write(shaped(messages, self.shown.objects))
 
-    def _forced(
-        self, must: Sequence[Mapping[str, Any]], single: bool, spell: Spelling, why: Why
-    ) -> tuple[str, dict[str, Any] | None]:
+    def _grammar(self, turn: _Turn, why: Why) -> tuple[str, dict[str, Any] | None]:
+        """The beginning of an answer that must be a call, and what is asked of the rest (`Params.ask`) but for the form
+        of the final answer. Raises ApiError where that cannot be honoured."""
+        lead, asks = self._forced(turn, why) if turn.must else ("", None)
+        if turn.answer is not None:
+            _check_both(turn.answer, turn.tools, turn.must)
+        if not turn.must:
+            asks = self._optional(turn)
+        reason = None if asks is None else why(asks)
+        if reason is not None:
+            _refuse(turn.tools, reason, why)
+        if turn.answer is not None and not turn.must and (turn.reasons is not None or asks is not None):
+            asks = around(turn.reasons, turn.opened, not turn.exact, asks, turn.spell)
+        return lead, asks
+
+    def _forced(self, turn: _Turn, why: Why) -> tuple[str, dict[str, Any] | None]:
         """The beginning of an answer that must be a call, or the grammar of the whole: there is one or the other."""
-        if not must:
-            return "", None
-        format, opening = self.shown.format, self.shown.opening
+        format, opening = turn.format, self.shown.opening
         assert format is not None, "checked"
-        asks = held(must, lambda tools: grammar(tools, format, opening, spell, single), lambda ask: why(ask) is None)
-        return (opening.format(name=names(must)[0]), None) if asks is None else ("", asks)
+        asks = held(
+            turn.must,
+            lambda tools: grammar(tools, format, opening, turn.spell, turn.single),
+            lambda ask: why(ask) is None,
+        )
+        return (opening.format(name=names(turn.must)[0]), None) if asks is None else ("", asks)
+
+    def _optional(self, turn: _Turn) -> dict[str, Any] | None:
+        """The grammar of calls that may come: instead of a final answer in a form of its own, or strict ones."""
+        if turn.format is None:
+            return None
+        if turn.answer is not None and turn.answer.field == OPENAI:
+            return calls_beside(turn.tools, turn.format, self.shown.opening, turn.spell, turn.single)
+        if strict(turn.tools):
+            tags = None if turn.closed else turn.tags
+            return optional(turn.tools, turn.format, self.shown.opening, turn.spell, tags, turn.opened)
+        return None
 
     def _sent(self, text: str) -> ClientTemplate:
         """The template that a request brings; its answer is read as the model's own says."""

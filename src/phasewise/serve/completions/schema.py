@@ -392,16 +392,21 @@ def reasoning_budget(reasoning: Mapping[str, Any]) -> int | None:
         raise ApiError(400, f"reasoning: {other} is not supported here; leave it out", "reasoning",
                        "unsupported_parameter")  # fmt: skip
     effort, budget, enabled = (reasoning.get(name) for name in ("effort", "max_tokens", "enabled"))
-    if effort is not None and effort not in get_args(Effort):
-        raise ApiError(400, f"reasoning: effort must be one of {', '.join(get_args(Effort))}", "reasoning",
-                       "invalid_value")  # fmt: skip
-    if budget is not None and not (type(budget) is int and 0 <= budget <= AS_MANY_AS_FIT):
-        raise ApiError(400, f"reasoning: max_tokens must be a whole number of 0 to {AS_MANY_AS_FIT}", "reasoning",
-                       "invalid_value")  # fmt: skip
-    if not isinstance(enabled, bool | None) or (enabled is False and budget):
-        raise ApiError(400, "reasoning: enabled must be true or false, and not false beside max_tokens", "reasoning",
-                       "invalid_value")  # fmt: skip
+    wrong = _wrong_reasoning(effort, budget, enabled)
+    if wrong is not None:
+        raise ApiError(400, f"reasoning: {wrong}", "reasoning", "invalid_value")
     return 0 if enabled is False else budget
+
+
+def _wrong_reasoning(effort: Any, budget: Any, enabled: Any) -> str | None:
+    """What is wrong with these values of a field `reasoning`; None if nothing is."""
+    if effort is not None and effort not in get_args(Effort):
+        return f"effort must be one of {', '.join(get_args(Effort))}"
+    if budget is not None and not (type(budget) is int and 0 <= budget <= AS_MANY_AS_FIT):
+        return f"max_tokens must be a whole number of 0 to {AS_MANY_AS_FIT}"
+    if not isinstance(enabled, bool | None) or (enabled is False and budget):
+        return "enabled must be true or false, and not false beside max_tokens"
+    return None
 
 
 A = TypeVar("A", bound=BaseModel)
@@ -430,9 +435,7 @@ def _message(message: Mapping[str, Any], i: int) -> dict[str, Any]:
     if not isinstance(role, str) or not role:
         raise ValueError(f"message {i} needs a role, such as system, user or assistant")
     if isinstance(content, list):
-        if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in content):
-            raise ValueError(f'message {i}: the only content parts supported are {{"type": "text", "text": "..."}}')
-        content = in_parts([part["text"] for part in content])
+        content = _from_parts(content, i)
     elif not isinstance(content, str) and not (content is None and role == "assistant"):
         raise ValueError(f"message {i}: content must be a string or a list of text parts")
     if role == "tool" and not isinstance(message.get("tool_call_id"), str):
@@ -442,6 +445,13 @@ def _message(message: Mapping[str, Any], i: int) -> dict[str, Any]:
         given["tool_calls"] = asked.calls(given["tool_calls"], i)
         given = given if given["tool_calls"] else {key: given[key] for key in given if key != "tool_calls"}
     return {**given, "role": "system" if role == "developer" else role, "content": content or ""}
+
+
+def _from_parts(parts: Sequence[Any], i: int) -> str | list[dict[str, Any]]:
+    """The content of message `i`, which came in parts. Raises ValueError for one that is not text."""
+    if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in parts):
+        raise ValueError(f'message {i}: the only content parts supported are {{"type": "text", "text": "..."}}')
+    return in_parts([part["text"] for part in parts])
 
 
 def in_parts(texts: Sequence[str]) -> str | list[dict[str, Any]]:

@@ -171,16 +171,6 @@ def _key(name: str, fields: Mapping[str, Any], models: Collection[str] | None) -
             raise UserError(f"key {name!r}: unknown field {field!r}. {near(field, FIELDS)}")
         if field in RATES + CAPS and not (type(value) is int and value > 0):
             raise UserError(f"key {name!r}: {field} = {value!r} is not a positive whole number")
-    digests = fields.get("sha256")
-    digests = [digests] if isinstance(digests, str) else digests
-    if not (isinstance(digests, list) and digests and all(isinstance(d, str) and DIGEST.fullmatch(d) for d in digests)):
-        raise UserError(f"key {name!r}: sha256 must be 64 digits of 0-9 and a-f, or a list of such hashes")
-    allowed = fields.get("models")
-    if allowed is not None and not (isinstance(allowed, list) and all(isinstance(each, str) for each in allowed)):
-        raise UserError(f"key {name!r}: models must be a list of names")
-    unknown = next((each for each in allowed or () if models is not None and each not in models), None)
-    if models is not None and unknown is not None:
-        raise UserError(f"key {name!r}: there is no model {unknown!r} here. {near(unknown, models)}")
     timeout = fields.get("timeout")
     if timeout is not None and not (type(timeout) in (int, float) and 0 < timeout < math.inf):
         raise UserError(f"key {name!r}: timeout = {timeout!r} is not a positive number of seconds")
@@ -193,7 +183,27 @@ def _key(name: str, fields: Mapping[str, Any], models: Collection[str] | None) -
             f"key {name!r}: priority = {priority!r} is not a whole number from {-FIRST_LAST} to {FIRST_LAST}"
         )
     return Key(
-        name, tuple(map(bytes.fromhex, digests)), **{field: fields.get(field) for field in RATES},
+        name, _digests(name, fields.get("sha256")), **{field: fields.get(field) for field in RATES},
         caps=Caps(**{field: fields.get(field) for field in CAPS}, timeout=timeout), loras=fields.get("loras", False),
-        models=None if allowed is None else tuple(allowed), metrics=fields.get("metrics", False), priority=priority,
+        models=_allowed(name, fields.get("models"), models), metrics=fields.get("metrics", False), priority=priority,
     )  # fmt: skip
+
+
+def _digests(name: str, said: Any) -> tuple[bytes, ...]:
+    """The hashes of the texts that are this key: one, or a list of them."""
+    digests = [said] if isinstance(said, str) else said
+    if not (isinstance(digests, list) and digests and all(isinstance(d, str) and DIGEST.fullmatch(d) for d in digests)):
+        raise UserError(f"key {name!r}: sha256 must be 64 digits of 0-9 and a-f, or a list of such hashes")
+    return tuple(map(bytes.fromhex, digests))
+
+
+def _allowed(name: str, said: Any, models: Collection[str] | None) -> tuple[str, ...] | None:
+    """The models that a key may ask for; None: all. `models`: those that there are, if that is known yet."""
+    if said is None:
+        return None
+    if not (isinstance(said, list) and all(isinstance(each, str) for each in said)):
+        raise UserError(f"key {name!r}: models must be a list of names")
+    unknown = None if models is None else next((each for each in said if each not in models), None)
+    if models is not None and unknown is not None:
+        raise UserError(f"key {name!r}: there is no model {unknown!r} here. {near(unknown, models)}")
+    return tuple(said)

@@ -42,19 +42,24 @@ def _said(name: str, opened: str, member: ToolArgument, function: Mapping[str, A
     only(function, schema, TEXT)
     low, high = schema.get("minLength", 0), schema.get("maxLength", "")
     if "enum" in schema or "const" in schema:
-        values = schema.get("enum", [schema.get("const")])
-        values = (
-            [each for each in values if each == schema.get("const", each)] if isinstance(values, list) else [values]
-        )
-        wrong = [value for value in values if not isinstance(value, str) or DONE in value]
-        if wrong or not values or {"minLength", "maxLength"} & schema.keys():
-            raise refused(function, f"an enum of {member.key} that is not written as text")
-        either = " | ".join(quoted(f"{value}\n{DONE}\n") for value in [*values, *(["null"] if null else [])])
+        values = [*_values(schema, member.key, function), *(["null"] if null else [])]
+        either = " | ".join(quoted(f"{value}\n{DONE}\n") for value in values)
         return [f"{name}: {opened} ({either})"]
     if not all(type(bound) is int and bound >= 0 for bound in (low, high or 0)):
         raise refused(function, f"a minLength or maxLength of {member.key} that is no whole number")
     bounds = f"{{{low},{high}}}" if low or high != "" else ""
     return [f'{name}: {opened} {name}_text "\\n"', _text(f"{name}_text", bounds)]
+
+
+def _values(schema: Mapping[str, Any], key: str, function: Mapping[str, Any]) -> list[str]:
+    """The texts that an enum or a const allows. Raises what `refused` makes where they are not all texts."""
+    listed, only_one = schema.get("enum", [schema.get("const")]), "const" in schema
+    values = listed if isinstance(listed, list) else [listed]
+    values = [each for each in values if not only_one or each == schema["const"]]
+    wrong = any(not isinstance(value, str) or DONE in value for value in values)
+    if wrong or not values or {"minLength", "maxLength"} & schema.keys():
+        raise refused(function, f"an enum of {key} that is not written as text")
+    return values
 
 
 def _text(rule: str, bounds: str) -> str:

@@ -45,9 +45,7 @@ class TemplateTools:
 def look(template: ChatTemplate, tool_format: str = AUTO, reasoning_format: str = AUTO) -> TemplateTools:
     """Finds what these templates show. A format named by the user is taken as it is."""
     text = "\n".join(template.sources.values())
-    tags = TAGS.get(reasoning_format)
-    if reasoning_format == AUTO:
-        tags = next((each for each in TAGS.values() if each.open in text or each.close in text), None)
+    tags = _shown_tags(text) if reasoning_format == AUTO else TAGS.get(reasoning_format)
     if tool_format == GENERIC.name:
         return TemplateTools(True, GENERIC, GENERIC.opening, tags=tags)
     if not template.takes_tools or tool_format == NONE:
@@ -55,11 +53,16 @@ def look(template: ChatTemplate, tool_format: str = AUTO, reasoning_format: str 
     formats = list(FORMATS.values()) if tool_format == AUTO else [FORMATS[tool_format]]
     for objects in (True, False):
         written = _written(template, objects)
-        for format in formats:
-            if _calls(format, written) == [(PROBE, ARGUMENTS)]:
-                return TemplateTools(True, format, _opening(format, written), objects, tags)
-    known = next((f for f in formats if tool_format != AUTO or re.search(f.shown, text)), None)
+        format = next((each for each in formats if _calls(each, written) == [(PROBE, ARGUMENTS)]), None)
+        if format is not None:
+            return TemplateTools(True, format, _opening(format, written), objects, tags)
+    known = next((each for each in formats if tool_format != AUTO or re.search(each.shown, text)), None)
     return TemplateTools(True, known, known.opening if known else "", True, tags)
+
+
+def _shown_tags(text: str) -> Tags | None:
+    """The tags around reasoning that the text of templates has."""
+    return next((each for each in TAGS.values() if each.open in text or each.close in text), None)
 
 
 def _written(template: ChatTemplate, objects: bool) -> str:

@@ -174,13 +174,16 @@ class Chunked:
                  for plane, most in zip(planes, steps) for rows, n in forms(plane.shape[1], most, group)]  # fmt: skip
         split = sum(rows for _, rows, _ in sizes) * torch.bfloat16.itemsize
         scales = from_bits(body[:split], [(rows,) for _, rows, _ in sizes], torch.bfloat16)
-        if self.tables is not None:
-            streams = self.tables.decode(level, body[split:], [(width, rows) for width, rows, _ in sizes])
-        else:
-            streams = entropy.decode(body[split:], [(width, rows, 2 * n + 1) for width, rows, n in sizes])
+        streams = self._streams(body[split:], level, sizes)
         every = [Rounded(s, torch.from_numpy(x).T, n) for s, x, (_, _, n) in zip(scales, streams, sizes)]
         each = len(every) // len(planes)
         return [_tall(expand(every[i * each : (i + 1) * each], group), plane) for i, plane in enumerate(planes)]
+
+    def _streams(self, coded: bytes, level: int, sizes: Sequence[tuple[int, int, int]]) -> Sequence[entropy.Symbols]:
+        """The symbols that were entropy-coded, a stream for each of `sizes`: (width, rows, largest symbol)."""
+        if self.tables is not None:
+            return self.tables.decode(level, coded, [(width, rows) for width, rows, _ in sizes])
+        return entropy.decode(coded, [(width, rows, 2 * n + 1) for width, rows, n in sizes])
 
 
 def _shape(piece: dict[str, Any]) -> list[int] | None:
