@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import subprocess
 import sys
@@ -10,7 +11,9 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import TypeVar
 
 import pytest
@@ -100,6 +103,21 @@ def others_asked_by_name(root: Path) -> set[str]:
     return {f"{path}: {name}" for path, name in asked_by_name(root)} - members_asked_by_name(root)
 
 
+@cache
+def structure() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("structure", ROOT / "scripts" / "structure.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def branchy(root: Path) -> set[str]:
+    """`file: function` of each that has more than 12 branches, as scripts/structure.py counts them."""
+    files = (root / PACKAGE).rglob("*.py")
+    return set(structure().branchy({str(path.relative_to(root)): path.read_text(encoding="utf-8") for path in files}))
+
+
 def tangled(root: Path) -> set[str]:
     """Files with a function of a cyclomatic complexity above 12, or of more than six returns."""
     limits = ["--select", "C901,PLR0911", "--config", "lint.mccabe.max-complexity=12",
@@ -110,6 +128,7 @@ def tangled(root: Path) -> set[str]:
 
 
 RULES: dict[str, Callable[[Path], set[str]]] = {
+    "branchy": branchy,
     "repeated_classes": repeated_classes,
     "private_imports": private_imports,
     "members_asked_by_name": members_asked_by_name,
@@ -139,3 +158,6 @@ def test_each_rule_finds_what_breaks_it(tmp_path: Path) -> None:
     assert repeated_classes(tmp_path) == {"Twice"} and private_imports(tmp_path) == {"kv/a.py: _own"}
     assert members_asked_by_name(tmp_path) == {"kv/b.py: drawer"}
     assert others_asked_by_name(tmp_path) == {"kv/a.py: beside_it"}
+    body = "".join(f"    if x == {i} or y: pass\n" for i in range(6))
+    (package / "c.py").write_text(f"def few(x, y):\n{body}\n\ndef many(x, y):\n{body}    return x if y else y\n")
+    assert branchy(tmp_path) == {"kv/c.py: many"}
