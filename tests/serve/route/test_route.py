@@ -143,10 +143,26 @@ def test_nobody_else_is_asked_once_the_answer_has_begun() -> None:
 
     async def scene() -> None:
         servers = Servers()
-        servers.faults = {0: lambda request: httpx.Response(200, stream=Broken(b"data: 1\n\n"))}
+        servers.faults = {0: lambda request: httpx.Response(200, stream=Broken(b'{"id":'))}
         with pytest.raises(Exception, match="broke"):
-            await servers.front.post(CHAT, json={"messages": [], "stream": True})
+            await servers.front.post(CHAT, json={"messages": []})
         assert [number for number, _ in servers.asked] == [0]
+        servers = Servers(n=1)
+        for end in ("\n\n", "\r\n\r\n"):
+            parts = [f"data: {{}}{end}: ping{end}data".encode(), f': {{"sequence_number": 7}}{end}data: {{"'.encode()]
+            head = {"content-type": "text/event-stream; charset=utf-8"}
+            servers.faults = {0: lambda request: httpx.Response(200, stream=Broken(*parts), headers=head)}  # noqa: B023
+            whole = b"".join(parts).decode().removesuffix('data: {"')
+            for path in (CHAT, "/v1/messages", "/v1/responses"):
+                answer = await servers.front.post(path, json={"messages": [], "stream": True})
+                assert answer.status_code == 200 and answer.text.startswith(whole), "whole events, byte for byte"
+                name, _, told = answer.text.removeprefix(whole).rpartition("data: ")
+                error = json.loads(told)
+                if path == CHAT:
+                    assert not name and error["error"]["code"] == "broken_off", error
+                else:
+                    assert name == "event: error\n" and error["type"] == "error", error
+                assert path != "/v1/responses" or error["sequence_number"] == 8
         servers = Servers()
         servers.faults = {0: lambda request: httpx.Response(200, stream=Broken())}
         assert await servers.chat("a", stream=True) == 1, "a head alone is no answer"

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from phasewise.bench.server import free_port
@@ -80,6 +81,25 @@ def test_prefixes_are_found() -> None:
     )  # fmt: skip
     assert answers == same == others
     assert min(learnt, told) > 1.5 * blind, (learnt, told, blind)
+
+
+def test_a_server_is_killed_while_it_streams() -> None:
+    """Its client is told by the last event, and not by one that says that all went well."""
+    body = {"model": "tiny", "prompt": "the", "max_tokens": 2000, "stream": True, "ignore_eos": True}
+    with routed("prefix") as (url, servers):
+        lines = []
+        with httpx.stream("POST", f"{url}/v1/completions", timeout=PATIENCE, json=body) as stream:
+            home = servers[int(stream.headers["x-served-by"])][1]
+            for line in stream.iter_lines():
+                lines.append(line)
+                if len(lines) == 6:
+                    home.kill()
+        *given, last = [json.loads(line.removeprefix("data: ")) for line in lines if line]
+        assert given and all("choices" in event for event in given)
+        assert last["error"]["type"] == "server_error" and last["error"]["code"] == "broken_off"
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        said = client.completions.create(model="tiny", prompt="the", max_tokens=4)
+        assert said.choices[0].text, "the other server answers"
 
 
 def test_a_server_dies() -> None:

@@ -17,11 +17,11 @@ from starlette.types import Message, Receive, Scope, Send
 from phasewise.serve.completions.schema import read
 from phasewise.serve.completions.stream import HEADERS, Bodies
 from phasewise.serve.completions.wire import DONE
-from phasewise.serve.failures import SHUTDOWN, ApiError, api_error, error_body
+from phasewise.serve.failures import SHUTDOWN, ApiError, api_error
 from phasewise.serve.guard.context import CURRENT, note
-from phasewise.serve.messages.ask import error_body as anthropic_error
 from phasewise.serve.registry.registry import ModelRegistry
 from phasewise.serve.registry.slot import ModelSlot
+from phasewise.serve.stream_error import error_body, error_event
 
 log = logging.getLogger(__name__)
 GRACE = 1.0  # seconds that a stream waits for a load before it begins, so that quick failures keep their status
@@ -186,15 +186,10 @@ class _Begun:
     async def fail(self, error: ApiError) -> None:
         """End with an error."""
         note(known := api_error(error))
-        await self._end(anthropic_error(known) if self._path.startswith("/v1/messages") else error_body(known))
+        await self._end(error_body(self._path, known))
 
     async def _end(self, body: dict[str, Any]) -> None:
         """The error as the endpoint's clients expect it in a stream."""
-        if self._path == "/v1/responses":
-            told = body["error"]
-            body = {"type": "error", "code": told["code"], "message": told["message"], "param": told["param"],
-                    "sequence_number": 0}  # fmt: skip
-        named = b"event: error\n" if self._path.startswith(("/v1/messages", "/v1/responses")) else b""
-        end = DONE if not named else b""
-        text = named + b"data: " + json.dumps(body).encode() + b"\n\n" + end
-        await self._send({"type": "http.response.body", "body": text, "more_body": False})
+        text = error_event(self._path, body)
+        end = DONE if text.startswith(b"data:") else b""  # events that have names end without
+        await self._send({"type": "http.response.body", "body": text + end, "more_body": False})

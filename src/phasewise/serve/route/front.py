@@ -1,24 +1,25 @@
 """The router's ASGI application: a request goes to the best server, and its answer comes back as it is.
 
-Until the first byte of an answer has been sent, another server may be asked instead; from then on the client is told
-that the answer has broken off, as by a server itself.
+Until the first byte of an answer has been sent, another server may be asked instead. From then on the client is told
+that the answer has broken off: by an error as the last event of a stream, else by the connection that ends too early.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from phasewise.serve.failures import ApiError, error_response, json_response
-from phasewise.serve.messages.ask import error_body as anthropic_body
 from phasewise.serve.route.pool import ServerPool, parsed
 from phasewise.serve.route.upstream import Upstream, Visit
+from phasewise.serve.stream_error import ANTHROPIC, error_body, error_event
 
 log = logging.getLogger(__name__)
 LARGEST = 64 << 20  # bytes of a body
@@ -26,6 +27,8 @@ PER_HOP = {b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authoriz
            b"transfer-encoding", b"upgrade", b"host", b"content-length", b"expect"}  # fmt: skip
 AWAY = {502, 503, 504}  # statuses of a server that takes nothing now: another one may
 FULL = 429
+ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")  # of an event
+NUMBER = re.compile(rb'"sequence_number"\s*:\s*(\d{1,15})\b')  # of an event of /v1/responses
 Headers = list[tuple[bytes, bytes]]
 
 
@@ -43,14 +46,37 @@ class Exchange:
     body: bytes
     send: Send
     begun: bool = field(default=False)
+    events: bool = field(default=False)  # the answer is a stream of events, of which whole ones are passed on
+    number: int = field(default=-1)  # of the last event that has one
+    rest: bytes = field(default=b"")  # what was heard of an event that is not whole
 
     @property
     def plain(self) -> str:
         return self.path.partition("?")[0]
 
-    async def tell(self, message: Message) -> None:
-        self.begun = True
-        await self.send(message)
+    async def begin(self, status: int, headers: Headers, events: bool) -> None:
+        self.begun, self.events = True, events
+        await self.send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def pass_on(self, part: bytes) -> None:
+        """Send a part of the answer; of events those that are whole, as an error may have to follow."""
+        if self.events:
+            part = self.rest + part
+            whole = max(part.rfind(end) + len(end) if end in part else 0 for end in ENDS)
+            part, self.rest = part[:whole], part[whole:]
+            self.number = int([self.number, *NUMBER.findall(part)][-1])
+        if part:
+            await self.send({"type": "http.response.body", "body": part, "more_body": True})
+
+    async def end(self) -> None:
+        await self.send({"type": "http.response.body", "body": self.rest, "more_body": False})
+
+    async def break_off(self, error: ApiError) -> None:
+        """End with an error. Raises it where the answer is no stream: its connection ends before the answer does."""
+        if not self.events:
+            raise error
+        event = error_event(self.plain, error_body(self.plain, error), self.number + 1)
+        await self.send({"type": "http.response.body", "body": event, "more_body": False})
 
 
 class RouteFront:
@@ -94,7 +120,7 @@ class RouteFront:
         except ApiError as error:
             if exchange.begun:
                 raise
-            response = (json_response(anthropic_body(error), error.status) if path.startswith("/v1/messages")
+            response = (json_response(error_body(path, error), error.status) if path.startswith(ANTHROPIC)
                         else error_response(error))  # fmt: skip
             await response(scope, receive, send)
 
@@ -160,9 +186,9 @@ class RouteFront:
         except httpx.HTTPError as error:
             upstream.lost()
             log.warning("server %d: %s: %s", upstream.number, type(error).__name__, error)
-            if exchange.begun:
-                raise ApiError(502, "the server broke its answer off") from error
-            return False
+            if not exchange.begun:
+                return False
+            await exchange.break_off(ApiError(502, "the server broke its answer off: ask again", code="broken_off"))
         finally:
             visit.over()
         return True
@@ -180,11 +206,18 @@ class RouteFront:
         head.append((b"x-served-by", str(upstream.number).encode()))
         if exchange.method == "POST" and answer.status_code < 300:
             self.pool.note(upstream, first[:4096])
-        await exchange.tell({"type": "http.response.start", "status": answer.status_code, "headers": head})
-        await exchange.tell({"type": "http.response.body", "body": first, "more_body": True})
+        await exchange.begin(answer.status_code, head, _is_event_stream(answer))
+        await exchange.pass_on(first)
         async for part in parts:
-            await exchange.tell({"type": "http.response.body", "body": part, "more_body": True})
-        await exchange.tell({"type": "http.response.body", "body": b"", "more_body": False})
+            await exchange.pass_on(part)
+        await exchange.end()
+
+
+def _is_event_stream(answer: httpx.Response) -> bool:
+    """True if the bytes of an answer are events that can be read as they pass."""
+    kind = answer.headers.get("content-type", "").partition(";")[0].strip().lower()
+    plain = answer.headers.get("content-encoding", "identity") == "identity"
+    return kind == "text/event-stream" and plain and "content-length" not in answer.headers
 
 
 async def _body(receive: Receive) -> bytes:
