@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,11 +22,13 @@ from phasewise.cluster.ray_buffer import RayBuffer  # noqa: E402
 from phasewise.cluster.ray_worker import RayWorker  # noqa: E402
 from phasewise.cluster.transfer_buffer import Lost  # noqa: E402
 from phasewise.engine.limits import Limits  # noqa: E402
+from phasewise.engine.lora import LORA, Lora  # noqa: E402
 from phasewise.errors import PhasewiseError, UserError  # noqa: E402
 from phasewise.kv.handoff import State  # noqa: E402
+from phasewise.options import parse  # noqa: E402
 from phasewise.request.params import Params  # noqa: E402
 from phasewise.request.request import Request  # noqa: E402
-from tests import tiny  # noqa: E402
+from tests import peft, tiny  # noqa: E402
 from tests.cluster import nodes as on  # noqa: E402
 from tests.cluster.nodes import Nodes, Stage, gone, inside, node, pid, within  # noqa: E402
 from tests.seeds import draw  # noqa: E402
@@ -130,6 +133,31 @@ def test_recipes_cross_between_nodes(stage: Stage) -> None:
     assert stage.finish(stage.start(params, names)) == want
     assert stage.router.counters.handoffs - before.handoffs == len(names)
     assert want != colocated(params), "the recipes cannot be told apart"
+
+
+def test_adapters_are_read_by_workers_of_every_node(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that was named from where this process is: actors are elsewhere."""
+    base = tiny.model(context=on.CONTEXT)
+    peft.write(tmp_path / "x", tiny.checkpoint(context=on.CONTEXT))
+    monkeypatch.chdir(tmp_path)
+    lora, params = Lora.read("x", "x", base.config, 8), [tiny.greedy(20)] * len(on.PROMPTS)
+    adapted = {"adapted": {**parse(on.SLOW), LORA: lora.bare()}}
+    alone = on.engine()
+    alone.learn({"adapted": {**parse({}), LORA: lora}})
+    requests = [Request(prompt, params[0], recipe="adapted") for prompt in on.PROMPTS]
+    for request in requests:
+        alone.add(request)
+    tiny.finish(alone, requests)
+    before = stage.router.counters.handoffs
+    stage.router.learn(adapted)
+    try:
+        assert stage.finish(stage.start(params, ["adapted"] * len(params))) == tiny.outs(requests)
+        assert stage.router.counters.handoffs - before == len(params) and stage.router.lora_bytes
+        assert tiny.outs(requests) != colocated(params), "the adapter changes nothing"
+    finally:
+        stage.router.forget(["adapted"])
 
 
 def test_tensors_cross_between_nodes_as_they_are(stage: Stage) -> None:

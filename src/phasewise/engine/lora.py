@@ -24,8 +24,8 @@ LORA = "lora"  # beside the verbs of a recipe's methods
 
 @dataclass(frozen=True)
 class Lora:
-    """An adapter by its folder and the hash of its files. `held`: what was read of it, where that is at hand; another
-    process reads it again, and refuses files that have changed."""
+    """An adapter by its folder, an absolute path, and the hash of its files. `held`: what was read of it, where that is
+    at hand; another process, perhaps on another host, reads it again, and refuses files that have changed."""
 
     name: str
     path: str
@@ -40,7 +40,7 @@ class Lora:
     def read(cls, name: str, path: str, config: ModelConfig, most_rank: int) -> Lora:
         """The adapter in a folder. Raises UserError for one that does not fit the model."""
         found = read(Path(path).expanduser(), config, most_rank)
-        return cls(name, path, found.digest, found.rank, found)
+        return cls(name, str(Path(path).expanduser().absolute()), found.digest, found.rank, found)
 
     @property
     def traits(self) -> Traits:
@@ -91,7 +91,7 @@ class Loras:
 
     def _load(self, lora: Lora) -> LoadedLora:
         model = self._model
-        found = lora.held or read(Path(lora.path).expanduser(), model.config, lora.rank)
+        found = lora.held or read(Path(lora.path), model.config, lora.rank)
         if found.digest != lora.digest:
             raise UserError(f"{lora.path} has changed since the adapter {lora.name!r} was read: load it again")
         n_bytes = sum(tensor.numel() for tensor in found.tensors.values()) * model.dtype.itemsize
