@@ -181,6 +181,7 @@ def test_a_file_of_options_lists_them(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(("words", "why"), [
+    (["--models", "models.toml", "--lora", "a=b"], "named in the file, under [MODEL.loras]: leave --lora"),
     (["--lora", "sql"], "write NAME=DIR"), (["--lora", "a b=x"], "write NAME=DIR"),
     (["--lora", '["a=b", 1]'], "JSON list"), (["--lora", "a=b", "--lora", '["a=c"]'], "two adapters 'a'"),
     (["--lora", "a=b", "--max-loras", "0"], "--max-loras 0"), (["--lora-dir", "nowhere"], "no such folder"),

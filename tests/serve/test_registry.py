@@ -31,6 +31,7 @@ from phasewise.serve.registry.registry import ModelRegistry
 from phasewise.serve.registry.slot import ModelEntry
 from phasewise.serve.responses.endpoint import Stored
 from phasewise.serve.service import Service
+from tests import peft
 from tests.serve.many import KV, ManyServer
 from tests.serve.running import PATIENCE
 from tests.serve.tiny_chat import chat_checkpoint
@@ -217,7 +218,54 @@ def test_what_is_unloaded_is_gone() -> None:
 
 # ---- files and folders of models
 def common() -> SharedOptions:
-    return SharedOptions(DEFAULTS, {}, ServePolicy(sleep_after=9.0), SLO())
+    return SharedOptions(DEFAULTS, {}, ServePolicy(sleep_after=9.0), SLO(), 2, 8)
+
+
+def test_a_file_names_adapters_too(tmp_path: Path) -> None:
+    """They are models of their own, which load the one that they belong to."""
+    model = chat_checkpoint()
+    folder = peft.write(tmp_path / "adapters" / "sql", model, seed=3)
+    file = tmp_path / "models.toml"
+    file.write_text(
+        f'plain = "{model}"\n[tuned]\nmodel = "{model}"\nkv-bytes = "4M"\nkv-host = "1M"\ndraft = "none"\n'
+        '[tuned.recipes.long]\nevict = "streaming"\n[tuned.loras]\nsql = "adapters/sql"\n'
+    )
+    found = entries(file, common())
+    assert found[1].names == ["tuned", "tuned@long", "sql", "sql@long"] and found[1].kv_bytes == 5 << 20
+    alone = LLM(str(model), loras={"sql": str(folder)}, limits=Limits(kv_bytes=1 << 22))
+    body = {"prompt": "the", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    wanted = {lora: alone.generate("the", max_tokens=12, ignore_eos=True, lora=lora)[0].text for lora in ("sql", "")}
+    assert wanted["sql"] != wanted[""], "the adapter changes nothing"
+
+    async def asked() -> None:
+        app = create_app(found, 1 << 40, 30.0)
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x", timeout=PATIENCE)
+        async with app.router.lifespan_context(app), http as client:
+            cards = {card["id"]: card for card in (await client.get("/v1/models")).json()["data"]}
+            assert {name for name, card in cards.items() if card["parent"] == "tuned"} == {"sql", "sql@long"}
+            said = {}
+            for name in ("sql", "tuned"):
+                answer = await client.post("/v1/completions", json={**body, "model": name})
+                said[name] = answer.json()["choices"][0]["text"]
+            assert said == {"sql": wanted["sql"], "tuned": wanted[""]}
+            slots = app.state.service.registry.slots
+            assert (slots["tuned"].loads, slots["plain"].loads) == (1, 0)
+            assert slots["tuned"].bytes == slots["tuned"].entry.weigh() + (5 << 20)
+
+    asyncio.run(asked())
+
+
+def test_models_share_no_name_and_no_folder_of_blocks(tmp_path: Path) -> None:
+    (tmp_path / "sql").mkdir()
+    file, two = tmp_path / "models.toml", '[a]\nmodel = "pocket"\n{}\n[b]\nmodel = "pocket"\n{}\n'
+    for name in ("a", "b"):
+        file.write_text(two.format("", f'loras = {{{name} = "sql"}}'))
+        with pytest.raises(UserError, match=f"'{name}' is said twice"):
+            create_app(entries(file, common()), 1 << 40, 1.0)
+    option = f'kv-disk = "{tmp_path}/blocks:1G"'
+    file.write_text(two.format(option, option))
+    with pytest.raises(UserError, match="'a' and 'b' have the same --kv-disk.*file of models"):
+        create_app(entries(file, common()), 1 << 40, 1.0)
 
 
 @pytest.mark.parametrize("kind", ["toml", "yaml", "json"])
@@ -248,6 +296,10 @@ def test_a_file_names_models_with_options_of_their_own(tmp_path: Path, kind: str
         ('[a]\nmodel = "pocket"\nevict = "snapkvv"', "snapkv"),
         ('[a]\ndtype = "bfloat16"', "must be a path or a table with model"),
         ('["a@b"]\nmodel = "pocket"', "no name for a model"),
+        ('[a]\nmodel = "pocket"\nloras = {x = 3}', "adapter 'x' must be the path"),
+        ('[a]\nmodel = "pocket"\nloras = {x = "nowhere"}', "no folder nowhere"),
+        ('[a]\nmodel = "pocket"\nloras = {"x@y" = "."}', "adapter 'x@y' is no name"),
+        ('[a]\nmodel = "pocket"\nloras = {x = ".", y = ".", z = "."}', "3 adapters are more than --max-loras 2"),
         ("", "names no models"),
         ("[a", "cannot be read"),
     ],

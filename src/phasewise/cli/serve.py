@@ -286,16 +286,18 @@ class Many:
 
     def serve(
         self, address: Address, engine: EngineOptions, policy: ServePolicy, named: Mapping[str, Mapping[str, str]],
-        slo: SLO,
+        slo: SLO, adapters: LoraOptions,
     ) -> None:  # fmt: skip
         """Serve them. Raises UserError."""
         assert self.models is not None
+        adapters.refuse("with --models each adapter is named in the file, under [MODEL.loras]")
         from phasewise.cli.served_models import SharedOptions, entries
 
         limit = parse_bytes(self.models_memory) if self.models_memory else memory() * 3 // 4
         if engine.kv_bytes is None:  # what suits one model alone would leave no room for others
             engine = replace(engine, kv_bytes=str(min(engine.limits().budget, limit // 4)))
-        found = entries(self.models, SharedOptions(engine, named, policy, slo))
+        common = SharedOptions(engine, named, policy, slo, adapters.max_loras, adapters.max_lora_rank)
+        found = entries(self.models, common)
         try:
             from phasewise.serve.registry.app import run_models
         except ImportError as error:
@@ -356,8 +358,7 @@ def serve(
     if many.models is not None:
         if asked or offer.name is not None:
             raise UserError("--models names the models that are served: leave --model and --name out")
-        adapters.refuse("--models names models, and --lora adapters of one")
-        many.serve(address, engine, policy, named, offer.slo())
+        many.serve(address, engine, policy, named, offer.slo(), adapters)
         return
     policy, loras = adapters.within(policy), adapters.named()
     most = {"max_loras": adapters.max_loras, "max_lora_rank": adapters.max_lora_rank}

@@ -13,6 +13,9 @@ preload = true                      # loaded at the start
 
 [large.recipes.long]                # large@long
 evict = "streaming"
+
+[large.loras]                       # the model sql: large with this adapter
+sql = "adapters/sql"
 """
 
 from __future__ import annotations
@@ -39,8 +42,8 @@ if TYPE_CHECKING:
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]*")  # '@' stands before a recipe
 ENGINE = {field.name: field for field in dataclasses.fields(EngineOptions)}
 FORMATS = ("tool_format", "reasoning_format", "generation_config")
-RECIPES = "recipes"
-KINDS = {"pinned": bool, "preload": bool, "sleep_after": (int, float), RECIPES: Mapping}
+RECIPES, LORAS = "recipes", "loras"
+KINDS = {"pinned": bool, "preload": bool, "sleep_after": (int, float), RECIPES: Mapping, LORAS: Mapping}
 KNOWN = (*ENGINE, *FORMATS, *KINDS)
 SHARD = re.compile(r"-(?!00001)\d{5}-of-\d{5}$")
 FIRST = re.compile(r"-00001-of-\d{5}$")
@@ -48,12 +51,15 @@ FIRST = re.compile(r"-00001-of-\d{5}$")
 
 @dataclass(frozen=True)
 class SharedOptions:
-    """What the command line says for all models: options, recipes, and the server's policy."""
+    """What the command line says for all models: options, recipes, the server's policy, and how many adapters a model
+    may have, of which rank."""
 
     engine: EngineOptions
     recipes: Mapping[str, Mapping[str, str]]
     policy: ServePolicy
     slo: SLO
+    max_loras: int
+    max_lora_rank: int
 
 
 def entries(path: Path, common: SharedOptions) -> list[ModelEntry]:
@@ -127,14 +133,17 @@ def _entry(name: str, given: Any, common: SharedOptions, at: Path) -> ModelEntry
     if not engine.speaks_of_drafts:
         engine = dataclasses.replace(engine, draft=DRAFTER)
     named = {**common.recipes, **_recipes(name, options.get(RECIPES, {}))}
+    loras = _loras(name, options.get(LORAS, {}), at, common.max_loras)
+    most = {"max_loras": common.max_loras, "max_lora_rank": common.max_lora_rank}
     engine.check(named)
+    limits = engine.limits()
     formats = {key: value for key, value in options.items() if key in FORMATS}
     policy = dataclasses.replace(common.policy, **formats, sleep_after=None)
     check(policy.tool_format, policy.reasoning_format)
     return ModelEntry(
-        name, lambda: engine.llm(named), lambda: weight_bytes(engine.model, engine.dtype), engine.limits().budget,
-        tuple(named), bool(options.get("pinned")), bool(options.get("preload")),
-        options.get("sleep_after", common.policy.sleep_after), policy, common.slo,
+        name, lambda: engine.llm(named, loras, **most), lambda: weight_bytes(engine.model, engine.dtype),
+        limits.budget + limits.kv_host, tuple(named), tuple(loras), limits.kv_disk, bool(options.get("pinned")),
+        bool(options.get("preload")), options.get("sleep_after", common.policy.sleep_after), policy, common.slo,
     )  # fmt: skip
 
 
@@ -167,6 +176,22 @@ def _recipes(name: str, table: Mapping[str, Any]) -> dict[str, dict[str, str]]:
             raise UserError(f'model {name!r}: recipe {recipe!r} must be a table of methods, as in draft = "paced"')
     recipes.check(table)
     return {recipe: dict(verbs) for recipe, verbs in table.items()}
+
+
+def _loras(name: str, table: Mapping[str, Any], at: Path, most: int) -> dict[str, str]:
+    """The adapters of a model, {name: folder}. They are read when the model is loaded."""
+    for lora, path in table.items():
+        if not isinstance(path, str) or not path:
+            raise UserError(
+                f'model {name!r}: adapter {lora!r} must be the path of a folder, as in sql = "adapters/sql"'
+            )
+        if not recipes.NAME.fullmatch(lora):
+            raise UserError(f"model {name!r}: adapter {lora!r} is no name: take letters, digits, '.', '_' and '-'")
+        if not Path(_found(path, at)).is_dir():
+            raise UserError(f"model {name!r}: adapter {lora!r}: there is no folder {path}")
+    if len(table) > most:
+        raise UserError(f"model {name!r}: {len(table)} adapters are more than --max-loras {most}: raise it")
+    return {lora: _found(path, at) for lora, path in table.items()}
 
 
 def _found(model: str, at: Path) -> str:

@@ -126,7 +126,8 @@ class RegistryFront:
     def _card(self, name: str) -> dict[str, Any]:
         slot = self.registry.slot(name)
         card: dict[str, Any] = {"id": name, "object": "model", "created": self.created, "owned_by": "phasewise",
-                                "state": slot.state, "bytes": slot.bytes, "pinned": slot.entry.pinned}  # fmt: skip
+                                "state": slot.state, "bytes": slot.bytes, "pinned": slot.entry.pinned,
+                                "parent": slot.entry.parent(name)}  # fmt: skip
         if slot.state == "loading":
             card["loaded"] = round(slot.fraction, 2)
         if slot.failure is not None:

@@ -48,7 +48,8 @@ class ModelRegistry:
             raise UserError("there is no model to serve: name at least one")
         self.limit, self._app_of, self.stored = limit, app_of, stored
         self.slots = {entry.name: ModelSlot(entry) for entry in entries}
-        self.names = {name: entry.name for entry in entries for name in entry.names}  # {what clients say: an entry}
+        self.names = _names(entries)
+        _check_folders(entries)
         self._pinned_fit(entries)
         self._turn = asyncio.Lock()  # of whoever loads or unloads
         self._changed = asyncio.Event()
@@ -136,7 +137,7 @@ class ModelRegistry:
                 except BaseException:
                     llm.close()
                     raise
-                slot.bytes = llm.model.weight_bytes + llm.limits.budget
+                slot.bytes = llm.model.weight_bytes + llm.limits.budget + llm.limits.kv_host
                 slot.app = self._app_of(slot.service)
                 slot.service.start()
         except asyncio.CancelledError:
@@ -225,6 +226,31 @@ class ModelRegistry:
         task = asyncio.create_task(retire())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _names(entries: Sequence[ModelEntry]) -> dict[str, str]:
+    """{what clients say: the model that is meant}. Raises UserError where that is not one."""
+    found: dict[str, str] = {}
+    for entry in entries:
+        for name in entry.names:
+            if name in found:
+                raise UserError(
+                    f"{name!r} is said twice, of {found[name]!r} and of {entry.name!r}: models and adapters need a "
+                    "name each"
+                )
+            found[name] = entry.name
+    return found
+
+
+def _check_folders(entries: Sequence[ModelEntry]) -> None:
+    """Raise UserError where two models would write prefix blocks into one folder."""
+    owners: dict[str, str] = {}
+    for entry in entries:
+        if entry.kv_disk is not None and owners.setdefault(entry.kv_disk, entry.name) != entry.name:
+            raise UserError(
+                f"models {owners[entry.kv_disk]!r} and {entry.name!r} have the same --kv-disk, {entry.kv_disk}: give "
+                'each its own in the file of models, as kv-disk = "DIR:SIZE", or leave --kv-disk out'
+            )
 
 
 def _close(service: Service) -> None:

@@ -24,13 +24,15 @@ State = Literal["unloaded", "loading", "ready"]
 @dataclass(frozen=True)
 class ModelEntry:
     """A model that a registry may load. `weigh` fetches what is not here and says how many bytes its weights take;
-    `kv_bytes` is its budget for KV, which counts as taken while it is loaded."""
+    `kv_bytes` is its budget for KV, with what lies below it in memory, which counts as taken while it is loaded."""
 
     name: str
     load: Callable[[], LLM]
     weigh: Callable[[], int]
     kv_bytes: int
     recipes: tuple[str, ...] = ()
+    loras: tuple[str, ...] = ()  # adapters, which clients name like models
+    kv_disk: str | None = None  # the folder below its KV budget
     pinned: bool = False  # loaded at the start, and never unloaded
     preload: bool = False  # loaded at the start
     idle_after: float | None = None  # seconds without requests after which it is unloaded; None: never
@@ -39,8 +41,13 @@ class ModelEntry:
 
     @property
     def names(self) -> list[str]:
-        """What clients call it, by itself and with each of its recipes."""
-        return [self.name, *(f"{self.name}@{recipe}" for recipe in self.recipes)]
+        """What clients call it and its adapters, by themselves and with each of its recipes."""
+        own = (self.name, *self.loras)
+        return [f"{name}@{recipe}" if recipe else name for name in own for recipe in ("", *self.recipes)]
+
+    def parent(self, name: str) -> str | None:
+        """The model whose adapter is called so; None of the model itself."""
+        return self.name if name.partition("@")[0] in self.loras else None
 
 
 @dataclass(eq=False)
