@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import tomllib
+from itertools import repeat
+from pathlib import Path
+
 import pytest
 
 from phasewise.bench.prompts import random_prompts
-from phasewise.bench.workloads import lengths, workload
+from phasewise.bench.workloads import Fixed, lengths, workload
+from phasewise.cli import main
 from phasewise.cluster.prefix_routing import PrefixRouting
 from phasewise.errors import UserError
+from phasewise.methods.place.replicated import Replicated
 from phasewise.options import parse
 from phasewise.plan.arrivals import Load
-from phasewise.plan.simulate import run
+from phasewise.plan.simulate import goodput, run
 from phasewise.request.params import SLO, Params
 from phasewise.request.request import Request
 from tests import tiny
 from tests.place.test_pools import Bench
-from tests.plan.scenarios import Linear, scenario
+from tests.plan.scenarios import Linear, in_turn, scenario
 
 CONVERSATIONS = "turns:users=6,turns=3,system=64,prompt=32,new=32"
 
@@ -98,8 +104,38 @@ def test_the_simulator_runs_the_same_rule() -> None:
     assert hits > 1.3 * blind and first < later
 
 
-def test_a_planner_tries_replicas() -> None:
-    from phasewise.methods.place.replicated import Replicated
+QUEUE = {"schedule": "prefill_first:budget=1"}  # one prompt per step, a second each: a queue with one server
 
+
+def test_replicas_that_take_turns_are_queues_of_their_own() -> None:
+    """Each is an M/D/1 queue of every third request, in closed form."""
+    jobs = Load(Fixed(8, 1), 300, 2.4, seed=1).jobs(SLO())
+    outcome = run(scenario(Linear(1.0), "replicated:workers=3,route=turns", **QUEUE), jobs)
+    for number in range(3):
+        own = outcome.jobs[number::3]
+        assert [job.ttft for job in own] == pytest.approx(in_turn(own, repeat(1.0)))
+
+
+@pytest.mark.parametrize("route", ["prefix", "load", "turns"])
+def test_replicas_carry_what_as_many_engines_do_and_no_more_than_they_can(route: str) -> None:
+    """A second for each prompt, four at the most until its first token. Work bounds the rate: until the last target
+    three workers have so many seconds, and nine tenths of the requests need one each."""
+    load, slo, n = Load(Fixed(8, 1), 200, 1.0), SLO(4.0), 200
+    one = goodput(scenario(Linear(1.0), **QUEUE), load, slo)
+    three = goodput(scenario(Linear(1.0), f"replicated:workers=3,route={route}", **QUEUE), load, slo)
+    assert three.rate >= 3 * one.rate * 0.98, "the search's precision"
+    last = max(job.arrived for job in load.jobs(slo, three.rate))
+    assert 0.9 * n <= 3 * (last + 4.0)
+
+
+def test_a_planner_tries_replicas_and_may_choose_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert Replicated.sizes(4) == ["workers=2", "workers=3", "workers=4"]
     assert Replicated.sizes(1) == []
+    plan = tmp_path / "plan.toml"
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--device", "h100", "--model", "pocket", "--devices", "2", "--requests", "200", "--ttft", "0.5",
+              "--places", "colocated|replicated:workers=2", "--schedules", "sarathi", "--config", str(plan),
+              "--workload", "fixed:prompt=1000,new=2"])  # fmt: skip
+    said = capsys.readouterr()
+    assert not ended.value.code, said.err
+    assert tomllib.loads(plan.read_text())["place"] == "replicated:workers=2", said.out
