@@ -184,6 +184,27 @@ def test_answers_are_asked_for_where_they_are() -> None:
     played(scene)
 
 
+def test_files_and_batches_are_where_they_were_made() -> None:
+    """The router sees what a file is called when it comes, and what a batch has made when somebody looks at it."""
+
+    async def scene() -> None:
+        servers = Servers()
+        for _ in range(4):
+            await servers.front.get("/v1/models")  # of an odd number of requests, so that the servers take turns
+            file = (await servers.front.post("/v1/files", content=b"--x\r\n")).json()
+            home, body = file["server"], {"input_file_id": file["id"], "endpoint": CHAT}
+            batch = (await servers.front.post("/v1/batches", json=body)).json()
+            made = {"id": batch["id"], "output_file_id": f"made-{batch['id']}", "server": home}
+            servers.faults = {home: lambda request: httpx.Response(200, json=made)}  # noqa: B023
+            for path in (f"batches/{batch['id']}", f"batches/{batch['id']}/cancel", f"files/{file['id']}",
+                         f"files/{made['output_file_id']}/content"):  # fmt: skip
+                assert (await servers.front.get(f"/v1/{path}")).headers["x-served-by"] == str(home), path
+            servers.faults = {}
+        assert {number for number, path in servers.asked if path == "/v1/batches"} == {0, 1}
+
+    played(scene)
+
+
 def test_prompts_may_be_compared_as_tokens() -> None:
     async def scene() -> None:
         servers = Servers(tokens=True)

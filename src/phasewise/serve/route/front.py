@@ -17,7 +17,7 @@ import httpx
 from starlette.types import Receive, Scope, Send
 
 from phasewise.serve.failures import ApiError, error_response, json_response
-from phasewise.serve.route.pool import ServerPool, parsed
+from phasewise.serve.route.pool import KEPT, ServerPool, parsed
 from phasewise.serve.route.upstream import Upstream, Visit
 from phasewise.serve.stream_error import ANTHROPIC, error_body, error_event
 
@@ -204,7 +204,7 @@ class RouteFront:
             if name.lower() not in PER_HOP - {b"content-length"}
         ]
         head.append((b"x-served-by", str(upstream.number).encode()))
-        if exchange.method == "POST" and answer.status_code < 300:
+        if answer.status_code < 300 and (exchange.method == "POST" or exchange.plain.startswith(KEPT)):
             self.pool.note(upstream, first[:4096])
         await exchange.begin(answer.status_code, head, _is_event_stream(answer))
         await exchange.pass_on(first)

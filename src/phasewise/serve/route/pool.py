@@ -20,7 +20,9 @@ from phasewise.serve.route.upstream import Upstream, text_of
 log = logging.getLogger(__name__)
 REMEMBERED = 65_536  # ids of answers
 ID = re.compile(rb'"id"\s*:\s*"([\w.:-]{1,128})"')
-NAMES = ("previous_response_id", "after")  # fields that name an earlier answer, which one server has
+FILES = re.compile(rb'"(?:output|error)_file_id"\s*:\s*"([\w.:-]{1,128})"')  # what a batch has made
+KEPT = ("/v1/responses/", "/v1/files/", "/v1/batches/")  # before the id of what one server keeps
+NAMES = ("previous_response_id", "after", "input_file_id")  # fields with such an id
 TOKENIZED = {"/v1/chat/completions", "/v1/completions"}  # whose prompts /tokenize reads as they are
 TOKENIZE_FIELDS = ("model", "prompt", "messages", "tools", "tool_choice", "chat_template", "chat_template_kwargs",
                    "add_generation_prompt", "continue_final_message", "add_special_tokens")  # fmt: skip
@@ -65,18 +67,18 @@ class ServerPool:
 
     # ---- answers that others go on from
     def owner(self, path: str, body: Mapping[str, Any]) -> Upstream | None:
-        """The server that has the answer which a request names, in its path or in a field."""
-        named = [path.rpartition("/")[2]] if path.startswith("/v1/responses/") else [body.get(name) for name in NAMES]
+        """The server that has the answer, the file or the batch which a request names, in its path or in a field."""
+        named = [path.split("/")[3]] if path.startswith(KEPT) else [body.get(name) for name in NAMES]
         found = (self._owners.get(name) for name in named if isinstance(name, str))
         return next((upstream for upstream in found if upstream is not None), None)
 
     def note(self, upstream: Upstream, beginning: bytes) -> None:
-        """An answer begins like this: later requests may name its id."""
+        """An answer begins like this: later requests may name its id, and the files that it names."""
         found = ID.search(beginning)
-        if found is not None:
-            self._owners[found[1].decode()] = upstream
-            while len(self._owners) > REMEMBERED:
-                self._owners.popitem(last=False)
+        for name in [*([found[1]] if found else []), *FILES.findall(beginning)]:
+            self._owners[name.decode()] = upstream
+        while len(self._owners) > REMEMBERED:
+            self._owners.popitem(last=False)
 
     # ---- health
     @contextlib.asynccontextmanager
