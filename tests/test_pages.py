@@ -37,7 +37,7 @@ SHORTER = {
     "phasewise keys new": "",
     "phasewise bench load": "--rate 20 --requests 8",
     "phasewise report": "",
-    "phasewise plan": "--requests 100 --ttft 100 --tpot 20",
+    "phasewise plan": "--requests 100 --ttft 200 --tpot 40",
     "phasewise methods": "",
     "phasewise bench methods": "--requests 2 --rounds 1",
     "phasewise reproduce": "--quick --no-time",
