@@ -1,10 +1,13 @@
 """Whether a server's memory stays flat under mixed traffic: what it is sent, what it holds, and a verdict.
 
-    python scripts/soak.py MINUTES [--model pocket] [--clients 8] [--csv soak.csv] [--plot soak.png] [--seed 0]
+    python scripts/soak.py MINUTES [--everything] [--clients 8] [--csv soak.csv] [--plot soak.png] [--seed 0]
 
 Starts `phasewise serve` and sends it, from so many clients at once, streams, streams and answers that are left in the
 middle, bad requests, half ones, tools, structured output, long prompts, samples, log-probabilities, embeddings and
 stored responses, all drawn by `--seed`. Every few seconds resident memory, KV bytes, open files and threads are noted.
+With `--everything` the server has an adapter, batches and tiers for KV below its budget, and stands behind `phasewise
+route`: memory is the server's, statuses are those of the router. `--model` (pocket) is served.
+
 Exits with 1 if the line through resident memory over the last two thirds of the requests rises by more than 2 % of its
 mean, if an answer has a status that it should not have, if KV of requests is left at the end, or more open files or
 threads than after a third.
@@ -22,14 +25,19 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from phasewise.bench.server import free_port
+from phasewise.load import model_path
+from tests import peft
 
 WORDS = (
     "the", "a", "def", "import", "return", "for", "in", "if", "not", "self", "x",
@@ -39,6 +47,7 @@ OPTIONS = ("--max-running", "16", "--kv-bytes", "64M", "--stored-bytes", "2M", "
 EVERY = 3.0  # seconds between two samples
 PATIENCE = 900.0  # seconds for an answer: on a machine that others use, processes may stand still for minutes
 BOUND = 0.02  # of the mean: how much the line through resident memory may rise
+OVER = ("completed", "failed", "cancelled", "expired")  # of batches
 LEFTOVER = 4  # open files and threads that there may be more of than at first (pools grow a little)
 TOOL = {"type": "function", "function": {"name": "calculator", "parameters": {
     "type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}}}  # fmt: skip
@@ -63,10 +72,16 @@ class Traffic:
     def __init__(self, http: httpx.AsyncClient, rng: random.Random, seen: Counter[tuple[str, str]]) -> None:
         self._http, self._rng, self._seen = http, rng, seen
         self.wrong: str | None = None
+        self._names = ["pocket", "pocket@fast"]
         self._kinds: list[tuple[int, Callable[[], Awaitable[str]]]] = [
             (4, self.stream), (3, self.leaves), (2, self.hangs_up), (3, self.bad), (2, self.half), (2, self.tools),
             (2, self.structured), (2, self.long), (2, self.samples), (1, self.embeds), (2, self.stores),
         ]  # fmt: skip
+
+    def with_everything(self) -> None:
+        """Ask for the adapter too, and for batches."""
+        self._names += ["sql", "sql@fast"]
+        self._kinds.append((1, self.batches))
 
     async def go_on(self, until: float) -> None:
         weights, kinds = zip(*self._kinds)
@@ -79,7 +94,7 @@ class Traffic:
 
     def _body(self, **fields: Any) -> dict[str, Any]:
         own = {"prompt": self._text(3, 60), "max_tokens": self._rng.randint(1, 60), "ignore_eos": True}
-        return {**own, "model": self._rng.choice(["pocket", "pocket@fast"]), **fields}
+        return {**own, "model": self._rng.choice(self._names), **fields}
 
     async def _post(self, path: str, body: Any, *good: int) -> httpx.Response:
         answer = await self._http.post(path, json=body)
@@ -165,6 +180,34 @@ class Traffic:
         body = {"input": self._text(3, 9), "max_output_tokens": 9, "previous_response_id": first.json()["id"]}
         return str((await self._post("/v1/responses", body, 200, 404)).status_code)
 
+    async def batches(self) -> str:
+        """A file of a few requests: its batch is waited for or cancelled, and all of it is deleted."""
+        bodies = [self._body(max_tokens=self._rng.randint(1, 20)) for _ in range(self._rng.randint(1, 6))]
+        lines = [{"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": body}
+                 for i, body in enumerate(bodies)]  # fmt: skip
+        text = "\n".join(map(json.dumps, lines)).encode()
+        sent = await self._http.post("/v1/files", data={"purpose": "batch"}, files={"file": ("lines.jsonl", text)})
+        if sent.status_code != 200:
+            return str(sent.status_code)
+        asked = {"input_file_id": sent.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+        made = await self._post("/v1/batches", asked, 200)
+        if made.status_code != 200:
+            return str(made.status_code)
+        at, until = f"/v1/batches/{made.json()['id']}", time.monotonic() + PATIENCE
+        if self._rng.random() < 0.3:
+            await self._post(f"{at}/cancel", {}, 200, 400)  # it may be over
+        while (found := (await self._http.get(at)).json())["status"] not in OVER:
+            if time.monotonic() > until:
+                self.wrong = f"a batch is not over: {found}"
+                break
+            await asyncio.sleep(0.2)
+        if found["status"] == "completed" and found["request_counts"]["completed"] != len(lines):
+            self.wrong = f"requests of a batch have failed: {found}"
+        for name in ("input_file_id", "output_file_id", "error_file_id"):
+            if found.get(name):
+                await self._http.delete(f"/v1/files/{found[name]}")
+        return str(found["status"])
+
 
 def resident(pid: int) -> tuple[int, int, int]:
     """Bytes of resident memory, open files, threads."""
@@ -182,16 +225,21 @@ async def look(http: httpx.AsyncClient, pid: int, began: float) -> Sample:
     return Sample(round(time.monotonic() - began, 1), rss, kv, prefix, files, threads, int(left))
 
 
-async def soak(url: str, pid: int, args: argparse.Namespace) -> tuple[list[Sample], Counter[tuple[str, str]], str]:
-    """Traffic for so many minutes; samples, of which the first and the last are of a server at rest."""
+async def soak(
+    url: str, asked: str, pid: int, args: argparse.Namespace
+) -> tuple[list[Sample], Counter[tuple[str, str]], str]:
+    """Traffic for so many minutes; samples, of which the first and the last are of a server at rest. `asked`: where
+    requests go, the server or its router."""
     seen: Counter[tuple[str, str]] = Counter()
     began, samples = time.monotonic(), []
     until = began + 60 * args.minutes
     limits = httpx.Limits(max_keepalive_connections=0)  # every request on a connection of its own
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as watcher:
         samples.append(await look(watcher, pid, began))
-        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE, limits=limits) as http:
+        async with httpx.AsyncClient(base_url=asked, timeout=PATIENCE, limits=limits) as http:
             every = [Traffic(http, random.Random(args.seed * 1000 + i), seen) for i in range(args.clients)]
+            for each in every if args.everything else ():
+                each.with_everything()
             running = asyncio.gather(*(each.go_on(until) for each in every))
             while not running.done():
                 await asyncio.wait([running], timeout=EVERY)
@@ -276,6 +324,26 @@ def report(samples: Sequence[Sample], seen: Counter[tuple[str, str]]) -> str:
     return "\n".join(lines)
 
 
+def everything(folder: Path, model: str) -> list[str]:
+    """Options for an adapter, for batches, and for what lies below the KV budget; their files are in `folder`."""
+    peft.write(folder / "sql", Path(model_path(model)))
+    return ["--lora", f"sql={folder}/sql", "--batches", f"{folder}/batches", "--kv-host", "16M",
+            "--kv-disk", f"{folder}/kv:32M"]  # fmt: skip
+
+
+@contextlib.contextmanager
+def running(words: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+    """`phasewise WORDS`, once it is there."""
+    with subprocess.Popen([sys.executable, "-m", "phasewise", *words], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            if not process.stdout.readline():
+                raise SystemExit(1)  # it has said why
+            yield process
+        finally:
+            process.terminate()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("minutes", type=float)
@@ -284,17 +352,17 @@ def main() -> int:
     parser.add_argument("--csv", type=Path, default=Path("soak.csv"))
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--everything", action="store_true")
     args = parser.parse_args()
-    port = free_port()
-    words = ["serve", "--model", args.model, "--name", "pocket", "--port", str(port), *OPTIONS]
-    with subprocess.Popen([sys.executable, "-m", "phasewise", *words], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            if "serves" not in process.stdout.readline():
-                return 1
-            samples, seen, wrong = asyncio.run(soak(f"http://127.0.0.1:{port}", process.pid, args))
-        finally:
-            process.terminate()
+    url = f"http://127.0.0.1:{free_port()}"
+    with contextlib.ExitStack() as stack:
+        more = everything(Path(stack.enter_context(TemporaryDirectory())), args.model) if args.everything else []
+        words = ["serve", "--model", args.model, "--name", "pocket", "--port", url.rpartition(":")[2], *OPTIONS, *more]
+        process, asked = stack.enter_context(running(words)), url
+        if args.everything:
+            asked = f"http://127.0.0.1:{free_port()}"
+            stack.enter_context(running(["route", "--to", url, "--port", asked.rpartition(":")[2]]))
+        samples, seen, wrong = asyncio.run(soak(url, asked, process.pid, args))
     write(samples, args.csv)
     if wrong:
         print(wrong, file=sys.stderr)
