@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from phasewise.bench.latency import ServedRequest
     from phasewise.bench.prompts import Prompts
     from phasewise.bench.workloads import Shot
+    from phasewise.plan.beside import Beside
     from phasewise.plan.profile import Grid, Profile
     from phasewise.plan.serving import Serving
 
@@ -131,7 +132,6 @@ def _take(made: Bench, engine: EngineOptions, named: Mapping[str, Mapping[str, s
     from phasewise.bench.prompts import random_prompts
     from phasewise.engine.engine import Engine
     from phasewise.model.artefacts import fingerprint
-    from phasewise.plan.beside import Beside
     from phasewise.plan.interference import BusyWorker, around
     from phasewise.plan.profile import Measured, Measuring, Profile, flops
     from phasewise.plan.profiler import StepProfiler
@@ -228,20 +228,14 @@ def _tell(taken: Profile, out: Path) -> None:
     ]
     show.table(["recipe", "threads", "steps of", "held out", "median error", "p90"], rows)
     for one in taken.measured:
-        for mine, factors in one.beside.items():
-            said = " and ".join(f"{factor:.2f} beside {theirs}s" for theirs, factor in factors.items())
-            print(f"{one.threads} thread(s), beside another such process: a {mine} takes {said} times as long")
         whose = "another has one of its cores" if one.threads > 1 else "another has all cores, its own among them"
-        for mine, factors in one.shared.items():
-            said = " and ".join(f"{factor:.2f} beside {theirs}s" for theirs, factor in factors.items())
-            print(f"{one.threads} thread(s), while {whose}: a {mine} takes {said} times as long")
+        _tell_slower(f"{one.threads} thread(s), beside another such process", one.beside)
+        _tell_slower(f"{one.threads} thread(s), while {whose}", one.shared)
     for name, added in taken.served.items():
         print(f"a server with {name} adds {1e3 * added.lag:.1f} ms to a request; to a step with decodes "
               f"{1e3 * added.step:.2f} ms, {1e3 * added.token:.2f} for each token and {1e3 * added.request:.1f} for "
               "each prompt that it ends")  # fmt: skip
-        for mine, factors in added.beside.items():
-            said = " and ".join(f"{factor:.2f} beside {theirs}s" for theirs, factor in factors.items())
-            print(f"a server with {name}, busy with both phases: a {mine} takes {said} times as long")
+        _tell_slower(f"a server with {name}, busy with both phases", added.beside)
     print(f"\nmemory is read at {taken.limits['read_bytes_per_s'] / 1e9:.1f} GB/s, "
           f"arithmetic done at {taken.limits['flops'] / 1e9:.0f} GFLOP/s; written to {out}")  # fmt: skip
     for row in rows:
@@ -249,3 +243,10 @@ def _tell(taken: Profile, out: Path) -> None:
             print(
                 f"doubtful: {row[2]} steps of {row[0]} with {row[1]} threads are off by {row[4]}: is the machine quiet?"
             )
+
+
+def _tell_slower(where: str, slower: Beside) -> None:
+    """Print how many times as long a step of each kind takes there beside steps of each other kind."""
+    for mine, factors in slower.items():
+        said = " and ".join(f"{factor:.2f} beside {theirs}s" for theirs, factor in factors.items())
+        print(f"{where}: a {mine} takes {said} times as long")
