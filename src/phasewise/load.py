@@ -18,6 +18,7 @@ from phasewise.model.config import ModelConfig
 from phasewise.model.model import Model
 from phasewise.model.parse import parse_config
 from phasewise.model.source import Source, source
+from phasewise.model.weights import kept_form
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +56,13 @@ def weight_bytes(name: str, dtype: str | None) -> int:
     """Bytes of the weights of the model called `name` in a dtype (None: the checkpoint's own), told by the shapes of
     its tensors. A known model is fetched for it, and nothing is loaded."""
     tensors, chosen = files_of(name).tensors(), dtype_of(dtype)
-    sizes = ((math.prod(tensors.shape(each)), chosen or tensors.dtype(each)) for each in tensors.where)
-    return sum(count * kind.itemsize for count, kind in sizes)
+    half, int8 = chosen in (None, torch.bfloat16, torch.int8), chosen == torch.int8
+    total = 0
+    for each in tensors.where:
+        kept = kept_form(tensors, each, int8=int8) if half else None
+        size = math.prod(tensors.shape(each)) * (chosen or tensors.dtype(each)).itemsize
+        total += size if kept is None else kept[1].raw.nbytes
+    return total
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:

@@ -50,7 +50,7 @@ def expand(kind: str, raw: np.ndarray) -> Tensor:
 
 
 def layer_of(kind: str, rows: str, raw: Tensor, bias: Tensor | None = None) -> PackedWeights:
-    return PackedWeights.of([pack_blocks(raw, f"{kind}/{rows}")], bias)
+    return PackedWeights.of([pack_blocks(raw.numpy(), f"{kind}/{rows}")], bias)
 
 
 def some_blocks(kind: str, scale: float | None) -> tuple[Tensor, Tensor]:
@@ -117,22 +117,25 @@ def test_rows_are_their_own_and_equal_the_twin(kind: str, rows: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_the_weight(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the format's package, to the bit; packed in slices, from rows that lie apart."""
+    """Those of the format's package, to the bit; packed in slices, from rows that lie apart, in another order."""
     raw, weight = some_blocks(kind, None)
     layer = layer_of(kind, "int8", raw)
     assert layer.nbytes == raw.nbytes
     assert torch.equal(layer.dense(), weight.bfloat16())
     monkeypatch.setattr(weights, "SLICE", 1)
-    done: list[Tensor] = []
-    sliced = pack_blocks(torch.cat((raw, raw), 1)[:, : raw.shape[1]], f"{kind}/bfloat16", done.append)
-    assert [len(rows) for rows in done] == [64, 64, 3]
-    assert torch.equal(PackedWeights.of([sliced], None).dense(), weight.bfloat16())
+    done: list[tuple[int, int]] = []
+    apart, order = torch.cat((raw, raw), 1).numpy()[:, : raw.shape[1]], torch.randperm(len(raw)).numpy()
+    for places in (None, order):
+        sliced = pack_blocks(apart, f"{kind}/bfloat16", places, lambda *rows: done.append(rows))
+        wanted = weight if places is None else weight[places]
+        assert torch.equal(PackedWeights.of([sliced], None).dense(), wanted.bfloat16())
+    assert done == 2 * [(0, 64), (64, 128), (128, 131)]
 
 
 def test_parts_of_unlike_kinds() -> None:
     """A layer of such parts gives what each of them gives, to the bit."""
     blocks = {kind: some_blocks(kind, None)[0] for kind in ("Q4_K", "Q6_K")}
-    parts = [pack_blocks(raw, f"{kind}/{rows}") for kind, raw in blocks.items() for rows in ROWS]
+    parts = [pack_blocks(raw.numpy(), f"{kind}/{rows}") for kind, raw in blocks.items() for rows in ROWS]
     x = torch.randn(70, parts[0].inputs)
     want = torch.cat([PackedWeights.of([part], None)(x) for part in parts], 1)
     assert torch.equal(PackedWeights.of(parts, None)(x), want)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,19 @@ class BlockType:
     def bytes_of(self, shape: Sequence[int]) -> int:
         """The bytes of a tensor of this shape; its last dimension must be whole blocks."""
         return math.prod(shape) // self.values * self.size
+
+
+class Stored(NamedTuple):
+    """A matrix as its file has it: `raw` uint8 [rows, bytes of a row], a view of the mapped file in blocks of `type`.
+
+    `order` int64 [rows]: which of these rows is each row of the matrix; None: as they lie. `done` is told that rows of
+    `raw` from one on up to another, that one not among them, need not stay in memory.
+    """
+
+    type: BlockType
+    raw: Bytes
+    order: NDArray[np.int64] | None
+    done: Callable[[int, int], None]
 
 
 def _half(raw: Bytes) -> Floats:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from phasewise.errors import WeightsError
 from phasewise.gguf import families
-from phasewise.gguf.blocks import BlockType, Bytes, Floats
+from phasewise.gguf.blocks import BlockType, Bytes, Floats, Stored
 from phasewise.gguf.container import BrokenFile, GGUFFile, Metadata, TensorInfo
 from phasewise.gguf.families import Change, GGUFFields, TensorSource
 
@@ -28,8 +29,8 @@ ASIDE = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|.*\.at
 class GGUFModel:
     """A model's files: `settings` as in config.json, and its tensors, `where` they are by name.
 
-    Quantised tensors are expanded when they are read. Raises UserError (BrokenFile, UnsupportedModel, WeightsError)
-    naming the file.
+    Tensors in blocks are expanded when they are read, or given as they lie (`blocks`). Raises UserError (BrokenFile,
+    UnsupportedModel, WeightsError) naming the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -81,25 +82,49 @@ class GGUFModel:
         shape = self._info(way.name).shape
         return shape if way.entry is None else shape[1:]
 
-    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """The tensor, expanded a piece at a time; `dtype` None: as `dtype(name)` says."""
-        way, shape = self._ways[name], self.shape(name)
+    def blocks(self, name: str) -> Stored | None:
+        """A matrix as the file has it; None of one whose values are changed when they are read, and of a vector."""
+        change = self._ways[name].change
+        if len(self.shape(name)) != 2 or change == "raised":
+            return None
+        info, raw, done = self._rows(name)
+        heads, order = self._heads(change), None
+        if heads:
+            places = np.arange(len(raw)).reshape(heads, -1)
+            order = np.concatenate([families.undone(each, change) for each in places])
+        return Stored(info.type, raw, order, done)
+
+    def _rows(self, name: str) -> tuple[TensorInfo, Bytes, Callable[[int, int], None]]:
+        """Where a tensor lies, the rows that are its own, and what gives back the memory of some of them."""
+        way = self._ways[name]
         file, info = self._tensors[way.name]
-        rows = file.data(info)
+        rows, start = file.data(info), info.start
         if way.entry is not None:
             each = rows.shape[0] // info.shape[0]
             rows = rows[way.entry * each : (way.entry + 1) * each]
-        heads = self._heads(way.change)
+            start += way.entry * each * rows.shape[1]
+
+        def done(first: int, end: int) -> None:
+            file.let_go(start + first * rows.shape[1], start + end * rows.shape[1])
+
+        return info, rows, done
+
+    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor, expanded a piece at a time; `dtype` None: as `dtype(name)` says."""
+        change, shape = self._ways[name].change, self.shape(name)
+        info, rows, done = self._rows(name)
+        heads = self._heads(change)
         if len(shape) == 1:  # one value a row, as pairs are undone by rows
             values = _expanded(info.type, rows).reshape(-1, 1)
             step = len(values) // heads if heads else len(values)
-            parts = [families.undone(values[i : i + step], way.change) for i in range(0, len(values), step)]
+            parts = [families.undone(values[i : i + step], change) for i in range(0, len(values), step)]
             return _tensor(np.concatenate(parts).reshape(-1), dtype or self.dtype(name))
         out = torch.empty((rows.shape[0], shape[-1]), dtype=dtype or self.dtype(name))
         step = rows.shape[0] // heads if heads else max(1, PIECE // shape[-1])
         for start in range(0, rows.shape[0], step):
             values = _expanded(info.type, rows[start : start + step]).reshape(-1, shape[-1])
-            out[start : start + step] = _tensor(families.undone(values, way.change))
+            out[start : start + step] = _tensor(families.undone(values, change))
+            done(start, min(start + step, rows.shape[0]))
         return out.reshape(shape)
 
     def _heads(self, change: Change) -> int:
@@ -108,7 +133,7 @@ class GGUFModel:
         return int(self.settings[key]) if key else 0
 
     def let_go(self, tensor: Tensor) -> None:
-        """Does nothing: what was read is a copy already."""
+        """Does nothing: what was read is a copy, and the file's own memory is given back as it is made."""
 
 
 def _expanded(kind: BlockType, raw: Bytes) -> Floats:

@@ -185,6 +185,12 @@ class GGUFFile:
         flat = np.frombuffer(self._map, np.uint8, info.bytes, info.start)
         return flat.reshape(-1, info.type.bytes_of(info.shape[-1:]))
 
+    def let_go(self, start: int, end: int) -> None:
+        """Gives back the memory of bytes `start` to `end` of the file; they are read again if they must be."""
+        start, end = start // mmap.PAGESIZE * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > start and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
+
 
 def _mapped(path: Path) -> mmap.mmap:
     try:

@@ -359,8 +359,8 @@ def _experts(found: GGUFFields, kind: Family, i: int) -> Iterator[tuple[str, Ten
             yield f"{root}.experts.{e}.{theirs}.weight", way
 
 
-def undone(values: NDArray[np.float32], change: Change) -> NDArray[np.float32]:
-    """`values` float32 [rows, ...] as they were before the converter; rows of one head, where pairs are undone."""
+def undone(values: NDArray[Any], change: Change) -> NDArray[Any]:
+    """`values` [rows, ...] as they were before the converter; rows of one head, where pairs are undone."""
     if change == "raised":
         return values - np.float32(1.0)
     if change:

@@ -21,6 +21,7 @@ from phasewise.model.rope import RopeTables, Rotary
 from phasewise.model.source import Source, source
 from phasewise.model.stacked import stacked
 from phasewise.model.weights import Weights
+from phasewise.ops.linear import Linear
 from phasewise.ops.native.head import Head
 from phasewise.ops.native.stack import Stack, Turns
 from phasewise.ops.sampling import allowed
@@ -106,10 +107,10 @@ class Model:
         self.config, self.dtype, self.device = config, weights.dtype, weights.device
         self.int8 = weights.int8  # linear layers have rounded weights
         self.files = files  # what was trained for the model may lie with them
-        table = weights.take("embed")  # [V, d]
+        table = weights.table("embed")  # [V, d]
         self.layers = tuple(Layer(i, config, weights) for i in range(config.layers))
         self.norm = RMSNorm(_offset(weights.take("norm"), config), config.eps)
-        self.unembed = weights.packed(table) if config.tied else weights.linear("head")
+        self.unembed = _tied(table, weights) if config.tied else weights.linear("head")
         # a tied table that the native kernels have packed need not be kept twice
         self.table = None if config.tied and self.unembed.native is not None else table
         self._ropes = RopeTables(config.ropes, config.max_positions, self.dtype, self.device)
@@ -146,7 +147,8 @@ class Model:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """int64 [T] -> [T, d] in the model's dtype."""
-        x = self.unembed.rows(tokens) if self.table is None else F.embedding(tokens, self.table)
+        table = self.unembed if self.table is None else self.table
+        x = table.rows(tokens) if isinstance(table, Linear) else F.embedding(tokens, table)
         return x if self._scale == 1.0 else x.mul_(self._scale)
 
     def rotary(self, positions: Tensor, end: int | None = None) -> Rotary:
@@ -181,7 +183,8 @@ class Model:
         return self._walks[walk]
 
     def _stacked(self, walk: Sequence[int]) -> Stack | None:
-        embeddings = self.unembed.native if self.table is None else self.table
+        table = self.unembed if self.table is None else self.table
+        embeddings = table.native if isinstance(table, Linear) else table
         if embeddings is None:
             return None
         return stacked([self.layers[i] for i in walk], self.config, self.dtype, embeddings, self._scale)
@@ -222,6 +225,11 @@ class Model:
 
 def _offset(weight: Tensor, config: ModelConfig) -> Tensor:
     return weight if config.norm_offset == 0.0 else weight.float() + config.norm_offset
+
+
+def _tied(table: Tensor | Linear, weights: Weights) -> Linear:
+    """The head of a model that ties it to its embeddings."""
+    return table if isinstance(table, Linear) else weights.packed(table)
 
 
 def _norm(key: str, config: ModelConfig, weights: Weights) -> RMSNorm | None:

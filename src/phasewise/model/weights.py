@@ -19,9 +19,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from phasewise.errors import UserError, WeightsError
+from phasewise.gguf.blocks import Stored
 from phasewise.model.layout import Layout, Part
 from phasewise.model.raw import read_json
+from phasewise.ops import native
 from phasewise.ops.linear import Linear
+from phasewise.ops.native.weights import PackedPart, PackedWeights, form_of_blocks, pack, pack_blocks
 
 INDEXED = "safetensors.index.json"
 INDEX, SINGLE, CONFIG, ADAPTER = f"model.{INDEXED}", "model.safetensors", "config.json", "adapter_config.json"
@@ -52,6 +55,10 @@ class Tensors(Protocol):
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """The tensor. `dtype` is a hint: one that has to be expanded anyway is expanded to that."""
+        ...
+
+    def blocks(self, name: str) -> Stored | None:
+        """A matrix as its file has it, if it lies there in blocks."""
         ...
 
     def let_go(self, tensor: Tensor) -> None:
@@ -89,6 +96,10 @@ class Checkpoint:
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         tensor: Tensor = self._file(self.where[name]).get_tensor(name)
         return tensor
+
+    def blocks(self, name: str) -> Stored | None:
+        """None: they do not lie in blocks."""
+        return None
 
     def let_go(self, tensor: Tensor) -> None:
         """Gives back pages of a mapped file that was copied; they are read again if they must be."""
@@ -209,7 +220,7 @@ class Weights:
         self.layout = dict(layout)
         self.device = device
         self.taken_bytes = 0
-        self._told, self._parts = LOADING.get(), len(layout)
+        self._told, self._count = LOADING.get(), len(layout)
         _compare(checkpoint, layout)
         self.int8 = dtype == torch.int8
         dtype = torch.bfloat16 if self.int8 else dtype
@@ -223,11 +234,15 @@ class Weights:
 
     def take(self, key: str) -> Tensor:
         """The tensor under `key`, once. A single part that needs no change stays a view of the mapped file."""
-        tensor = self._fuse(self.layout.pop(key))
+        tensor = self._fuse(self._parts_of(key))
         self.taken_bytes += tensor.nbytes
-        if self._told is not None:
-            self._told(1 - len(self.layout) / self._parts)
         return tensor
+
+    def _parts_of(self, key: str) -> tuple[Part, ...]:
+        parts = self.layout.pop(key)
+        if self._told is not None:
+            self._told(1 - len(self.layout) / self._count)
+        return parts
 
     def _fuse(self, parts: tuple[Part, ...]) -> Tensor:
         if len(parts) == 1:
@@ -251,8 +266,40 @@ class Weights:
         return tensor
 
     def linear(self, key: str) -> Linear:
+        """The linear layer under `key`, once; in the form of its file, where that has a kernel."""
         bias = self.take(f"{key}.bias") if f"{key}.bias" in self else None
-        return self.packed(self.take(key), bias, exact=key.endswith("router"))
+        exact = key.endswith("router")
+        if not exact and self._in_blocks(key):
+            return self._as_stored(key, bias)
+        return self.packed(self.take(key), bias, exact=exact)
+
+    def table(self, key: str) -> Tensor | Linear:
+        """The tensor under `key`, once; rows of one that stays in the form of its file are had from a layer."""
+        return self._as_stored(key, None) if self._in_blocks(key) else self.take(key)
+
+    def _in_blocks(self, key: str) -> bool:
+        return any(self._form(name) is not None for name, _ in self.layout[key])
+
+    def _form(self, name: str) -> tuple[str, Stored] | None:
+        """The form of weights in which a tensor stays as its file has it; None where there is none."""
+        if self.device.type != "cpu" or self.dtype != torch.bfloat16:
+            return None
+        return kept_form(self.checkpoint, name, int8=self.int8)
+
+    def _as_stored(self, key: str, bias: Tensor | None) -> Linear:
+        """Packed tensor by tensor, slice by slice, straight from the mapped file."""
+        parts = [self._part(name) for name, _ in self._parts_of(key)]
+        weights = PackedWeights.of(parts, bias)
+        self.taken_bytes += weights.nbytes - (0 if bias is None else bias.nbytes)
+        return Linear.of(weights)
+
+    def _part(self, name: str) -> PackedPart:
+        found = self._form(name)
+        if found is None:
+            dense = self._read(name).to(self.dtype)
+            return pack(dense, "int8" if self.int8 else "bfloat16", self.checkpoint.let_go)
+        form, stored = found
+        return pack_blocks(stored.raw, form, stored.order, stored.done)
 
     def packed(self, weight: Tensor, bias: Tensor | None = None, *, exact: bool = False) -> Linear:
         """A linear layer in the precision asked for; `exact` leaves the weight as it is."""
@@ -261,6 +308,13 @@ class Weights:
         linear = Linear(weight, bias, precision=precision, done=self.checkpoint.let_go)
         self.taken_bytes += linear.nbytes - before
         return linear
+
+
+def kept_form(checkpoint: Tensors, name: str, *, int8: bool) -> tuple[str, Stored] | None:
+    """The form of weights in which a tensor stays as its file has it, and the tensor; None if it is expanded."""
+    stored = checkpoint.blocks(name) if native.library() is not None else None
+    form = None if stored is None else form_of_blocks(stored.type.name, int8=int8)
+    return None if stored is None or form is None else (form, stored)
 
 
 def _compare(checkpoint: Tensors, layout: Layout) -> None:

@@ -67,6 +67,13 @@ class Linear:
         else:
             self._form = Plain(weight, bias)
 
+    @classmethod
+    def of(cls, weights: PackedWeights) -> Linear:
+        """The layer of weights that are packed already."""
+        made = cls.__new__(cls)
+        made.outputs, made.inputs, made.nbytes, made._form = weights.outputs, weights.inputs, weights.nbytes, weights
+        return made
+
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         """`add` [T, out] is summed into the result; in the packed forms within the same kernel."""
         return self._form(x, add)

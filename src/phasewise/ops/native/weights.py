@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from phasewise.ops.native import levels, library
@@ -58,25 +60,36 @@ def pack(weight: Tensor, form: str, done: Callable[[Tensor], None] | None = None
     return PackedPart(form, outputs, inputs, panels, scale, nbytes)
 
 
-def pack_blocks(blocks: Tensor, form: str, done: Callable[[Tensor], None] | None = None) -> PackedPart:
-    """Packs a weight that is blocks, uint8 [out, bytes of a row], in one of `levels.FORMS`; `done` as in `pack`.
+def form_of_blocks(kind: str, *, int8: bool) -> str | None:
+    """The form that keeps blocks of a type (Q4_0 ..) as they are, for rows in int8 or bfloat16; None: none does."""
+    form = f"{kind}/{'int8' if int8 else 'bfloat16'}"
+    return form if form in levels.FORMS else None
 
-    Rows may lie any number of bytes apart. They must be of whole blocks.
+
+def pack_blocks(
+    blocks: NDArray[np.uint8], form: str, order: NDArray[np.int64] | None = None,
+    done: Callable[[int, int], None] | None = None,
+) -> PackedPart:  # fmt: skip
+    """Packs a weight that is blocks, uint8 [out, bytes of a row], in one of `levels.FORMS`, slice by slice of its rows.
+
+    Rows must be of whole blocks, and may lie any number of bytes apart. Row i of the weight is row `order[i]` of the
+    blocks, or i. `done` is told that the rows from one of the weight's on up to another have been packed.
     """
     kernels, threads, kind = library(), torch.get_num_threads(), levels.KINDS[form.partition("/")[0]]
-    assert kernels is not None and blocks.dtype == torch.uint8 and blocks.stride(1) == 1
+    assert kernels is not None and blocks.dtype == np.uint8 and blocks.strides[1] == 1
     outputs, row = blocks.shape
     assert row % kind.size == 0, f"rows of {row} bytes are not whole blocks of {kind.size}"
     inputs = row // kind.size * kind.inputs
     panels = room(-(-outputs // WIDTH) * WIDTH * row)
     step = max(SLICE // row // WIDTH, 1) * WIDTH
     for start in range(0, outputs, step):
-        some = blocks[start : start + step]
-        source = RowsStruct(data=some, stride=some.stride(0), kind=KIND[some.dtype])
-        target = _struct(form, panels.data_ptr() + start * row, None, len(some))
+        end = min(start + step, outputs)
+        some = blocks[start:end] if order is None else blocks[order[start:end]]
+        source = RowsStruct(data=some, stride=some.strides[0], kind=KIND[torch.uint8])
+        target = _struct(form, panels.data_ptr() + start * row, None, end - start)
         kernels.linear_pack(source.address, target.address, inputs, threads)
         if done is not None:
-            done(some)
+            done(start, end)
     return PackedPart(form, outputs, inputs, panels, None, outputs * row)
 
 
