@@ -33,7 +33,7 @@ class BlockType:
         return math.prod(shape) // self.values * self.size
 
 
-class Stored(NamedTuple):
+class BlockMatrix(NamedTuple):
     """A matrix as its file has it: `raw` uint8 [rows, bytes of a row], a view of the mapped file in blocks of `type`.
 
     `order` int64 [rows]: which of these rows is each row of the matrix; None: as they lie. `done` is told that rows of

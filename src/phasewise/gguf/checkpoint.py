@@ -14,7 +14,7 @@ from torch import Tensor
 
 from phasewise.errors import WeightsError
 from phasewise.gguf import families
-from phasewise.gguf.blocks import BlockType, Bytes, Floats, Stored
+from phasewise.gguf.blocks import BlockMatrix, BlockType, Bytes, Floats
 from phasewise.gguf.container import BrokenFile, GGUFFile, Metadata, TensorInfo
 from phasewise.gguf.families import Change, GGUFFields, TensorSource
 
@@ -82,7 +82,7 @@ class GGUFModel:
         shape = self._info(way.name).shape
         return shape if way.entry is None else shape[1:]
 
-    def blocks(self, name: str) -> Stored | None:
+    def blocks(self, name: str) -> BlockMatrix | None:
         """A matrix as the file has it; None of one whose values are changed when they are read, and of a vector."""
         change = self._ways[name].change
         if len(self.shape(name)) != 2 or change == "raised":
@@ -92,7 +92,7 @@ class GGUFModel:
         if heads:
             places = np.arange(len(raw)).reshape(heads, -1)
             order = np.concatenate([families.undone(each, change) for each in places])
-        return Stored(info.type, raw, order, done)
+        return BlockMatrix(info.type, raw, order, done)
 
     def _rows(self, name: str) -> tuple[TensorInfo, Bytes, Callable[[int, int], None]]:
         """Where a tensor lies, the rows that are its own, and what gives back the memory of some of them."""

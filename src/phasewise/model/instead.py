@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Backend
 from torch import Tensor
 
 from phasewise.errors import WeightsError
-from phasewise.gguf.blocks import Stored
+from phasewise.gguf.blocks import BlockMatrix
 from phasewise.model.directory import Directory
 from phasewise.model.fingerprint import fingerprint
 from phasewise.model.parse import parse_config
@@ -85,7 +85,7 @@ class Exchanged:
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         return self._of(name).read(name, dtype)
 
-    def blocks(self, name: str) -> Stored | None:
+    def blocks(self, name: str) -> BlockMatrix | None:
         return self._of(name).blocks(name)
 
     def let_go(self, tensor: Tensor) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from phasewise.gguf.blocks import Stored
+from phasewise.gguf.blocks import BlockMatrix
 from phasewise.model.config import ModelConfig
 from phasewise.model.layout import layout
 from phasewise.model.weights import Tensors
@@ -44,7 +44,7 @@ class Pruned:
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         return self.tensors.read(self._names[name], dtype)
 
-    def blocks(self, name: str) -> Stored | None:
+    def blocks(self, name: str) -> BlockMatrix | None:
         return self.tensors.blocks(self._names[name])
 
     def let_go(self, tensor: Tensor) -> None:

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Backend
 from torch import Tensor
 
 from phasewise.errors import UserError, WeightsError
-from phasewise.gguf.blocks import Stored
+from phasewise.gguf.blocks import BlockMatrix
 from phasewise.model.config import ModelConfig
 from phasewise.model.directory import Directory
 from phasewise.model.fingerprint import fingerprint
@@ -106,7 +106,7 @@ class Added:
         change = b[row : row + tensor.shape[0]].double() @ a.double()  # exact enough to round alike everywhere
         return change.add_(tensor).to(dtype or tensor.dtype)
 
-    def blocks(self, name: str) -> Stored | None:
+    def blocks(self, name: str) -> BlockMatrix | None:
         return None if self._parts.get(name, ("", 0))[0] in self._delta else self.tensors.blocks(name)
 
     def let_go(self, tensor: Tensor) -> None:

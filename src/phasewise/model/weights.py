@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from phasewise.errors import UserError, WeightsError
-from phasewise.gguf.blocks import Stored
+from phasewise.gguf.blocks import BlockMatrix
 from phasewise.model.layout import Layout, Part
 from phasewise.model.raw import read_json
 from phasewise.ops import native
@@ -57,7 +57,7 @@ class Tensors(Protocol):
         """The tensor. `dtype` is a hint: one that has to be expanded anyway is expanded to that."""
         ...
 
-    def blocks(self, name: str) -> Stored | None:
+    def blocks(self, name: str) -> BlockMatrix | None:
         """A matrix as its file has it, if it lies there in blocks."""
         ...
 
@@ -97,7 +97,7 @@ class Checkpoint:
         tensor: Tensor = self._file(self.where[name]).get_tensor(name)
         return tensor
 
-    def blocks(self, name: str) -> Stored | None:
+    def blocks(self, name: str) -> BlockMatrix | None:
         """None: they do not lie in blocks."""
         return None
 
@@ -280,7 +280,7 @@ class Weights:
     def _in_blocks(self, key: str) -> bool:
         return any(self._form(name) is not None for name, _ in self.layout[key])
 
-    def _form(self, name: str) -> tuple[str, Stored] | None:
+    def _form(self, name: str) -> tuple[str, BlockMatrix] | None:
         """The form of weights in which a tensor stays as its file has it; None where there is none."""
         if self.device.type != "cpu" or self.dtype != torch.bfloat16:
             return None
@@ -310,7 +310,7 @@ class Weights:
         return linear
 
 
-def kept_form(checkpoint: Tensors, name: str, *, int8: bool) -> tuple[str, Stored] | None:
+def kept_form(checkpoint: Tensors, name: str, *, int8: bool) -> tuple[str, BlockMatrix] | None:
     """The form of weights in which a tensor stays as its file has it, and the tensor; None if it is expanded."""
     stored = checkpoint.blocks(name) if native.library() is not None else None
     form = None if stored is None else form_of_blocks(stored.type.name, int8=int8)
