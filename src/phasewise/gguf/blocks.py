@@ -15,6 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from phasewise.ops.native.levels import BlockRows
+
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 
@@ -34,16 +36,19 @@ class BlockType:
 
 
 class BlockMatrix(NamedTuple):
-    """A matrix as its file has it: `raw` uint8 [rows, bytes of a row], a view of the mapped file in blocks of `type`.
+    """A matrix as its file has it: `raw` uint8 [rows, bytes of a row] in blocks of a `kind` (Q4_0 ..), a view of the
+    mapped file or made from it row by row.
 
     `order` int64 [rows]: which of these rows is each row of the matrix; None: as they lie. `done` is told that rows of
-    `raw` from one on up to another, that one not among them, need not stay in memory.
+    `raw` from one on up to another, that one not among them, need not stay in memory. `columns` int64 [inputs]: which
+    input of the matrix is each input of `raw`; None: as they lie.
     """
 
-    type: BlockType
-    raw: Bytes
+    kind: str
+    raw: BlockRows
     order: NDArray[np.int64] | None
     done: Callable[[int, int], None]
+    columns: NDArray[np.int64] | None = None
 
 
 def _half(raw: Bytes) -> Floats:

@@ -92,7 +92,7 @@ class GGUFModel:
         if heads:
             places = np.arange(len(raw)).reshape(heads, -1)
             order = np.concatenate([families.undone(each, change) for each in places])
-        return BlockMatrix(info.type, raw, order, done)
+        return BlockMatrix(info.type.name, raw, order, done)
 
     def _rows(self, name: str) -> tuple[TensorInfo, Bytes, Callable[[int, int], None]]:
         """Where a tensor lies, the rows that are its own, and what gives back the memory of some of them."""

@@ -10,9 +10,11 @@ from tokenizers import Tokenizer as Backend
 
 from phasewise.errors import UserError
 from phasewise.model import generation
+from phasewise.model.quantisation import quantisation
+from phasewise.model.quantised import Quantised
 from phasewise.model.raw import RawConfig, read_json
 from phasewise.model.special import CONFIG, TOKENIZER, read_special
-from phasewise.model.weights import Checkpoint, head_of_its_own
+from phasewise.model.weights import Checkpoint, Tensors, head_of_its_own
 
 
 class Directory:
@@ -46,8 +48,10 @@ class Directory:
                        for file in sorted(self.path.glob("*token*.json")))  # fmt: skip
         return list(_ends(self.path, stamps))
 
-    def tensors(self) -> Checkpoint:
-        return Checkpoint(self.path)
+    def tensors(self) -> Tensors:
+        config = self.path / "config.json"
+        said = quantisation(RawConfig(read_json(config), config)) if config.is_file() else None
+        return Checkpoint(self.path) if said is None else Quantised(Checkpoint(self.path), said)
 
     def tokenizer(self) -> Backend:
         """The pipeline of tokenizer.json with the tokens that other files add or mark as special. Truncation and

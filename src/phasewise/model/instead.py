@@ -73,7 +73,7 @@ class Exchanged:
             raise WeightsError(f"{directory / FILE} was made from other weights ({wanted}) than those in {base.path} "
                                f"({found}).")  # fmt: skip
 
-    def _of(self, name: str) -> Checkpoint:
+    def _of(self, name: str) -> Tensors:
         return self._own if name in self._own.where else self._base
 
     def shape(self, name: str) -> tuple[int, ...]:

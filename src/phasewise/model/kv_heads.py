@@ -26,6 +26,7 @@ from phasewise.model.config import ModelConfig
 from phasewise.model.layout import layout
 from phasewise.model.model import Model
 from phasewise.model.parse import parse_config
+from phasewise.model.quantisation import require_unquantised
 from phasewise.model.source import Source
 from phasewise.model.weights import INDEX, SINGLE, Tensors
 from phasewise.ops.attention import attention
@@ -63,6 +64,7 @@ def check(files: Source, heads: int) -> ModelConfig:
     if files.path.is_file():
         raise UserError(f"{files.path}: the numbers of a .gguf file are rounded, and would be rounded again: convert "
                         "the checkpoint that it was made from")  # fmt: skip
+    require_unquantised(files.settings())
     config = parse_config(files.settings())
     if config.family not in FAMILIES:
         why = WHY_NOT.get(config.family, "converting this family is not supported")

@@ -6,6 +6,7 @@ from phasewise.errors import UnsupportedModel, UserError, near
 from phasewise.model.config import ModelConfig
 from phasewise.model.families import FAMILIES
 from phasewise.model.mlp import ACTIVATION
+from phasewise.model.quantisation import quantisation
 from phasewise.model.raw import RawConfig
 
 
@@ -22,10 +23,7 @@ def parse_config(raw: RawConfig, context: int | None = None) -> ModelConfig:
     if wanted and not any(str(each).endswith("ForCausalLM") for each in wanted):
         raise UnsupportedModel(f"{raw.path}: architecture {wanted[0]!r} is not a language model head; only "
                                "*ForCausalLM checkpoints are supported.")  # fmt: skip
-    if raw.mapping("quantization_config"):
-        method = raw.mapping("quantization_config").get("quant_method", "unknown")
-        raise UnsupportedModel(f"{raw.path}: the checkpoint is quantised ({method}). Use an unquantised one in "
-                               "float32, bfloat16 or float16.")  # fmt: skip
+    quantisation(raw)  # refuses what cannot be read
     config = FAMILIES[name](raw, context)
     _check(config, raw)
     return config

@@ -8,12 +8,13 @@ import logging
 import mmap
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -202,7 +203,7 @@ def _heads_differ(directory: Path, stamps: tuple[tuple[str, int, int], ...]) -> 
     if not {HEAD, EMBEDDINGS} <= checkpoint.where.keys():
         return False
     head, table = checkpoint.read(HEAD), checkpoint.read(EMBEDDINGS)
-    same = head.shape == table.shape and torch.equal(head, table)
+    same = head.shape == table.shape and head.dtype == table.dtype and torch.equal(head, table)
     if not same:
         log.warning("%s: the output head is no copy of the embeddings, so they are not tied", directory)
     return not same
@@ -288,15 +289,27 @@ class Weights:
 
     def _as_stored(self, key: str, bias: Tensor | None) -> Linear:
         """Packed tensor by tensor, slice by slice, straight from the mapped file."""
-        parts = [self._part(name) for name, _ in self._parts_of(key)]
-        weights = PackedWeights.of(parts, bias)
+        names = [name for name, _ in self._parts_of(key)]
+        columns = self._columns(names)
+        weights = PackedWeights.of([self._part(name, columns) for name in names], bias)
         self.taken_bytes += weights.nbytes - (0 if bias is None else bias.nbytes)
-        return Linear.of(weights)
+        return Linear.of(weights, columns)
 
-    def _part(self, name: str) -> PackedPart:
+    def _columns(self, names: Sequence[str]) -> Tensor | None:
+        """The order in which parts of one layer have their inputs, int64 [in]; None: that of the layer."""
+        found = {name: form[1].columns for name in names if (form := self._form(name)) is not None}
+        first = next(iter(found.values()))
+        for name, each in found.items():
+            if not np.array_equal([] if each is None else each, [] if first is None else first):
+                raise WeightsError(f"{self.checkpoint.directory}: the inputs of {names[0]} and {name} are in unlike "
+                                   "orders (desc_act), and one layer has both. --dtype float32 expands.")  # fmt: skip
+        return None if first is None else torch.from_numpy(first)
+
+    def _part(self, name: str, columns: Tensor | None) -> PackedPart:
         found = self._form(name)
         if found is None:
             dense = self._read(name).to(self.dtype)
+            dense = dense if columns is None else dense[:, columns]
             return pack(dense, "int8" if self.int8 else "bfloat16", self.checkpoint.let_go)
         form, stored = found
         return pack_blocks(stored.raw, form, stored.order, stored.done)
@@ -313,7 +326,7 @@ class Weights:
 def kept_form(checkpoint: Tensors, name: str, *, int8: bool) -> tuple[str, BlockMatrix] | None:
     """The form of weights in which a tensor stays as its file has it, and the tensor; None if it is expanded."""
     stored = checkpoint.blocks(name) if native.library() is not None else None
-    form = None if stored is None else form_of_blocks(stored.type.name, int8=int8)
+    form = None if stored is None else form_of_blocks(stored.kind, int8=int8)
     return None if stored is None or form is None else (form, stored)
 
 
@@ -322,7 +335,8 @@ def _compare(checkpoint: Tensors, layout: Layout) -> None:
     present = {name for name in checkpoint.where if not HARMLESS.fullmatch(name)}
     if "head" not in layout:
         present.discard(HEAD)  # a copy of the embeddings that some exports of tied models keep
-    missing, extra = sorted(expected.keys() - present), sorted(present - expected.keys())
+    missing = sorted(expected.keys() - present)
+    extra = sorted(name for name in present - expected.keys() if not _no_bias(checkpoint, name))
     problems = []
     if missing:
         problems.append(f"missing: {_some(missing)}")
@@ -337,6 +351,12 @@ def _compare(checkpoint: Tensors, layout: Layout) -> None:
     if problems:
         shown = "; ".join(problems[:6]) + (f"; and {len(problems) - 6} more" if len(problems) > 6 else "")
         raise WeightsError(f"The weights in {checkpoint.directory} do not fit its settings: {shown}.")
+
+
+def _no_bias(checkpoint: Tensors, name: str) -> bool:
+    """True of a bias of zeros, which files in GPTQ's layout have for every layer: it changes nothing."""
+    plain = name.endswith(".bias") and len(checkpoint.shape(name)) == 1 and checkpoint.dtype(name) in DTYPES
+    return plain and not checkpoint.read(name).any()
 
 
 def _some(names: Iterable[str], most: int = 5) -> str:

@@ -25,6 +25,7 @@ from phasewise.errors import UnsupportedModel, UserError
 from phasewise.model.config import ModelConfig
 from phasewise.model.layout import layout
 from phasewise.model.parse import parse_config
+from phasewise.model.quantisation import require_unquantised
 from phasewise.model.raw import RawConfig
 from phasewise.model.source import Source
 from phasewise.model.weights import INDEX, SINGLE, Tensors
@@ -78,6 +79,7 @@ def widen(files: Source, target: Path, factor: int) -> int:
     if not LEAST <= factor <= MOST:
         raise UserError(f"factor={factor}: choose a whole number from {LEAST} to {MOST}")
     raw = files.settings()
+    require_unquantised(raw)
     config = parse_config(raw)
     if config.family not in FAMILIES:
         why = WHY_NOT.get(config.family, "widening this family is not supported")

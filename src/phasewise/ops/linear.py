@@ -68,10 +68,12 @@ class Linear:
             self._form = Plain(weight, bias)
 
     @classmethod
-    def of(cls, weights: PackedWeights) -> Linear:
-        """The layer of weights that are packed already."""
+    def of(cls, weights: PackedWeights, columns: Tensor | None = None) -> Linear:
+        """The layer of weights that are packed already. `columns` int64 [in]: which input of the layer is each of the
+        weights'; None: they are in the same order."""
         made = cls.__new__(cls)
-        made.outputs, made.inputs, made.nbytes, made._form = weights.outputs, weights.inputs, weights.nbytes, weights
+        made.outputs, made.inputs, made.nbytes = weights.outputs, weights.inputs, weights.nbytes
+        made._form = weights if columns is None else Gathered(weights, columns)
         return made
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
@@ -94,6 +96,22 @@ class Linear:
     def dense(self) -> Tensor:
         """The weight [out, in] as a plain tensor; a copy when packed, the rounded values when int8."""
         return self._form.dense()
+
+
+class Gathered:
+    """Packed weights whose inputs are in an order of their own: those of a row are gathered before it is multiplied."""
+
+    def __init__(self, weights: PackedWeights, columns: Tensor) -> None:
+        self.weights, self.columns, self._places = weights, columns, columns.argsort()
+
+    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        return self.weights(x.index_select(1, self.columns), add)
+
+    def rows(self, which: Tensor) -> Tensor:
+        return self.weights.rows(which).index_select(1, self._places)
+
+    def dense(self) -> Tensor:
+        return self.weights.dense().index_select(1, self._places)
 
 
 class Plain:

@@ -6,7 +6,22 @@ A weight is `d * value + m`: consecutive inputs of an output share `d` and `m`, 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class BlockRows(Protocol):
+    """A weight in blocks, uint8 [out, bytes of a row]: an array, or what makes rows when they are asked for."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def __getitem__(self, rows: slice | NDArray[np.int64], /) -> NDArray[np.uint8]: ...
 
 
 class LevelKind(NamedTuple):

@@ -67,7 +67,7 @@ def form_of_blocks(kind: str, *, int8: bool) -> str | None:
 
 
 def pack_blocks(
-    blocks: NDArray[np.uint8], form: str, order: NDArray[np.int64] | None = None,
+    blocks: levels.BlockRows, form: str, order: NDArray[np.int64] | None = None,
     done: Callable[[int, int], None] | None = None,
 ) -> PackedPart:  # fmt: skip
     """Packs a weight that is blocks, uint8 [out, bytes of a row], in one of `levels.FORMS`, slice by slice of its rows.
@@ -76,7 +76,7 @@ def pack_blocks(
     blocks, or i. `done` is told that the rows from one of the weight's on up to another have been packed.
     """
     kernels, threads, kind = library(), torch.get_num_threads(), levels.KINDS[form.partition("/")[0]]
-    assert kernels is not None and blocks.dtype == np.uint8 and blocks.strides[1] == 1
+    assert kernels is not None
     outputs, row = blocks.shape
     assert row % kind.size == 0, f"rows of {row} bytes are not whole blocks of {kind.size}"
     inputs = row // kind.size * kind.inputs
@@ -85,6 +85,7 @@ def pack_blocks(
     for start in range(0, outputs, step):
         end = min(start + step, outputs)
         some = blocks[start:end] if order is None else blocks[order[start:end]]
+        assert some.dtype == np.uint8 and some.strides[1] == 1
         source = RowsStruct(data=some, stride=some.strides[0], kind=KIND[torch.uint8])
         target = _struct(form, panels.data_ptr() + start * row, None, end - start)
         kernels.linear_pack(source.address, target.address, inputs, threads)
