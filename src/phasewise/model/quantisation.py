@@ -13,14 +13,16 @@ from phasewise.errors import UnsupportedModel, UserError
 from phasewise.model.raw import RawConfig
 
 KEY = "quantization_config"
-READ = "gptq (4 bits), awq (4 bits, gemm), compressed-tensors (pack-quantized of 4 bits, int-quantized of 8)"
+READ = ("gptq (4 bits), awq (4 bits, gemm), fp8, compressed-tensors (pack-quantized of 4 bits, int-quantized of 8, "
+        "float-quantized of 8)")  # fmt: skip
+Group = tuple[int | None, int | None]  # outputs and inputs that share a scale; None: all
 
 
 class Quantisation(NamedTuple):
     """How the quantised matrices of a checkpoint lie in its files."""
 
-    layout: str  # gptq | awq | pack-quantized | int-quantized
-    groups: tuple[int | None, ...]  # inputs that share a scale, any of them; None: all of an output
+    layout: str  # gptq | awq | fp8 | pack-quantized | int-quantized | float-quantized
+    groups: tuple[Group, ...]  # each matrix has one of them
     zeros: bool  # whether every matrix must have levels that stand for 0
     less_one: bool = False  # whether those are stored less one
 
@@ -62,20 +64,34 @@ def _awq(said: RawConfig) -> Quantisation:
     return Quantisation("awq", (_group(said, said.get("group_size", said.get("q_group_size", 128))),), True)
 
 
+def _fp8(said: RawConfig) -> Quantisation:
+    return Quantisation("fp8", (_block(said, said.get("weight_block_size", [128, 128])),), False)
+
+
 def _compressed(said: RawConfig) -> Quantisation:
     layout = said.get("format")
-    bits = {"pack-quantized": 4, "int-quantized": 8}
-    _require(said, "format", layout, tuple(bits))
+    kinds = {"pack-quantized": ("int", 4), "int-quantized": ("int", 8), "float-quantized": ("float", 8)}
+    _require(said, "format", layout, tuple(kinds))
     found = list(_weights(said))
     for each in found:
-        _require(each, "type", each.get("type", "int"), ("int",))
-        _require(each, "num_bits", each.get("num_bits"), (bits[layout],))
-    groups = (None if each.get("strategy") == "channel" else _group(each, each.get("group_size")) for each in found)
-    zeros = not any(each.get("symmetric", True) for each in found)
-    if layout == "int-quantized":
-        for each in found:
+        kind, bits = kinds[layout]
+        _require(each, "type", each.get("type", "int"), (kind,))
+        _require(each, "num_bits", each.get("num_bits"), (bits,))
+        if layout != "pack-quantized":
             _require(each, "symmetric", each.get("symmetric", True), (True,))
-    return Quantisation(layout, tuple(dict.fromkeys(groups)), zeros)
+    zeros = not any(each.get("symmetric", True) for each in found)
+    return Quantisation(layout, tuple(dict.fromkeys(_shared(each) for each in found)), zeros)
+
+
+def _shared(weights: RawConfig) -> Group:
+    """What shares a scale by compressed-tensors' name for it."""
+    strategy = weights.get("strategy", "group")
+    _require(weights, "strategy", strategy, ("group", "channel", "tensor", "block"))
+    if strategy == "group":
+        return _group(weights, weights.get("group_size"))
+    if strategy == "block":
+        return _block(weights, weights.get("block_structure"))
+    return (1, None) if strategy == "channel" else (None, None)
 
 
 def _weights(said: RawConfig) -> Iterator[RawConfig]:
@@ -90,12 +106,10 @@ def _weights(said: RawConfig) -> Iterator[RawConfig]:
         if group.get("format") not in (None, said.get("format")):
             raise UnsupportedModel(f"{where} has the format {group['format']!r:.80}, and all have "
                                    f"{said.get('format')!r:.80}: one for all is read.")  # fmt: skip
-        weights = RawConfig(group["weights"], where)
-        _require(weights, "strategy", weights.get("strategy", "group"), ("group", "channel"))
-        yield weights
+        yield RawConfig(group["weights"], where)
 
 
-METHODS = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed}
+METHODS = {"gptq": _gptq, "awq": _awq, "fp8": _fp8, "compressed-tensors": _compressed}
 
 
 def _require(said: RawConfig, key: str, value: Any, known: tuple[Any, ...]) -> None:
@@ -104,8 +118,19 @@ def _require(said: RawConfig, key: str, value: Any, known: tuple[Any, ...]) -> N
         raise UnsupportedModel(f"{said.path}: {key} is {value!r:.80}; {read} is read. In all: {READ}.")
 
 
-def _group(said: RawConfig, size: Any) -> int | None:
-    """How many inputs share a scale; -1 is all of them."""
-    if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
+def _group(said: RawConfig, size: Any) -> Group:
+    """So many inputs of an output share a scale; -1 is all of them."""
+    if not _positive(size) and size != -1:
         raise UserError(f"{said.path}: group_size must be a positive whole number or -1, got {size!r:.80}.")
-    return None if size == -1 else size
+    return 1, None if size == -1 else size
+
+
+def _block(said: RawConfig, size: Any) -> Group:
+    """So many outputs and inputs share a scale."""
+    if not isinstance(size, list) or len(size) != 2 or not all(map(_positive, size)):
+        raise UserError(f"{said.path}: a block must be two positive whole numbers, got {size!r:.80}.")
+    return size[0], size[1]
+
+
+def _positive(size: Any) -> bool:
+    return isinstance(size, int) and not isinstance(size, bool) and size > 0

@@ -7,7 +7,10 @@ Layouts differ in what lies beside what. Words are int32 of eight levels, the fi
     awq              qweight [in, out / 8]   qzeros [groups, out / 8]               scales [groups, out]
     pack-quantized   weight_packed [out, in / 8]   weight_zero_point [out / 8, groups]   weight_scale [out, groups]
     int-quantized    weight int8 [out, in]                                          weight_scale [out, groups]
+    float-quantized  weight fp8 [out, in]             a scale per output or per block of outputs, or one in weight_scale
+    fp8              weight fp8 [out, in]             a scale per block of outputs and inputs in weight_scale_inv
 
+FP8 (e4m3) has no kernel yet: it is expanded, and the log says so.
 Words run along the divided dimension. AWQ has the eight outputs of a word in the order `INTERLEAVED`.
 """
 
@@ -38,7 +41,7 @@ log = logging.getLogger(__name__)
 INTERLEAVED = (0, 2, 4, 6, 1, 3, 5, 7)  # outputs of a word of AWQ's, from the lowest bits up
 BLOCKS = (128, 64, 32)  # inputs of a block of 4 bits
 OUTPUTS = 256  # of which blocks are made at a time
-MIDDLE = {4: 8, 8: 128}  # the level that stands for 0 where nothing says otherwise
+MIDDLE = 8  # the level of 4 bits that stands for 0 where nothing says otherwise
 Shape = tuple[int, ...]
 
 
@@ -49,16 +52,30 @@ def _in_order(inputs: int, size: int) -> NDArray[np.int64]:
 
 
 # ---- words and levels
-def _levels(words: Tensor) -> Bytes:
-    """int32 [..., n] -> the eight levels of each word, uint8 [..., 8 n]."""
-    raw = words.contiguous().numpy().view(np.uint8)
-    return np.stack((raw & 15, raw >> 4), -1).reshape(*words.shape[:-1], -1)
+def _bytes(words: Tensor) -> Bytes:
+    """int32 [..., n] -> uint8 [..., 4 n], each of two levels, the first in the low bits."""
+    return words.contiguous().numpy().view(np.uint8)
+
+
+def _apart(pairs: Bytes) -> Bytes:
+    """uint8 [..., n] of two levels each -> the levels, uint8 [..., 2 n]."""
+    return np.stack((pairs & 15, pairs >> 4), -1).reshape(*pairs.shape[:-1], -1)
 
 
 def _interleaved(words: Tensor) -> Bytes:
-    """The same where a word's levels are in AWQ's order."""
-    found = _levels(words).reshape(*words.shape, 8)[..., np.argsort(INTERLEAVED)]
+    """int32 [..., n] in AWQ's order -> the eight levels of each word, uint8 [..., 8 n]."""
+    found = _apart(_bytes(words)).reshape(*words.shape, 8)[..., np.argsort(INTERLEAVED)]
     return found.reshape(*words.shape[:-1], -1)
+
+
+def _turned(words: Tensor) -> Bytes:
+    """int32 [in, n] in AWQ's order -> of each of 8 n outputs pairs of inputs, uint8 [8 n, in / 2]."""
+    raw = _bytes(words).reshape(len(words), -1, 4)
+    one, other = raw[::2], raw[1::2]
+    out = np.empty((raw.shape[1], 8, len(one)), np.uint8)
+    out[:, INTERLEAVED[::2]] = ((one & 15) | other << 4).transpose(1, 2, 0)
+    out[:, INTERLEAVED[1::2]] = ((one >> 4) | (other & 240)).transpose(1, 2, 0)
+    return out.reshape(-1, len(one))
 
 
 class FileLayout(NamedTuple):
@@ -73,7 +90,7 @@ class FileLayout(NamedTuple):
     scales_turned: bool  # whether scales are [groups, out]
     size: Callable[[Shape], tuple[int, int]]  # (out, in) of levels of a shape
     zeros_shape: Callable[[int, int], Shape]  # of so many outputs and groups
-    rows: Callable[[Tensor, int, int], Bytes]  # levels uint8 [end - start, in] of outputs from start to end
+    rows: Callable[[Tensor, int, int], Bytes]  # outputs from start to end, uint8 [end - start, in * bits / 8]
     zero_levels: Callable[[Tensor], Bytes]  # zeros uint8 [out, groups]
 
 
@@ -82,31 +99,33 @@ LAYOUTS = {
         "qweight", "scales", "qzeros", "g_idx", 4, torch.int32, True,
         size=lambda shape: (shape[1], shape[0] * 8),
         zeros_shape=lambda outputs, groups: (groups, -(-outputs // 8)),
-        rows=lambda words, start, end: _levels(words[:, start:end].T),
-        zero_levels=lambda words: _levels(words).T,
+        rows=lambda words, start, end: _bytes(words[:, start:end].T),
+        zero_levels=lambda words: _apart(_bytes(words)).T,
     ),
     "awq": FileLayout(
         "qweight", "scales", "qzeros", None, 4, torch.int32, True,
         size=lambda shape: (shape[1] * 8, shape[0]),
         zeros_shape=lambda outputs, groups: (groups, outputs // 8),
-        rows=lambda words, start, end: _interleaved(words[:, start // 8 : -(-end // 8)]).T,
+        rows=lambda words, start, end: _turned(words[:, start // 8 : end // 8]),
         zero_levels=lambda words: _interleaved(words).T,
     ),
     "pack-quantized": FileLayout(
         "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", 4, torch.int32, False,
         size=lambda shape: (shape[0], shape[1] * 8),
         zeros_shape=lambda outputs, groups: (-(-outputs // 8), groups),
-        rows=lambda words, start, end: _levels(words[start:end]),
-        zero_levels=lambda words: _levels(words.T).T,
+        rows=lambda words, start, end: _bytes(words[start:end]),
+        zero_levels=lambda words: _apart(_bytes(words.T)).T,
     ),
     "int-quantized": FileLayout(
         "weight", "weight_scale", None, None, 8, torch.int8, False,
         size=lambda shape: (shape[0], shape[1]),
         zeros_shape=lambda outputs, groups: (outputs, groups),
-        rows=lambda levels, start, end: levels[start:end].numpy().view(np.uint8) ^ np.uint8(128),
+        rows=lambda levels, start, end: levels[start:end].numpy().view(np.uint8),
         zero_levels=lambda words: words.numpy().view(np.uint8),
     ),
 }  # fmt: skip
+FP8 = LAYOUTS["int-quantized"]._replace(dtype=torch.float8_e4m3fn)
+LAYOUTS |= {"float-quantized": FP8, "fp8": FP8._replace(scales="weight_scale_inv")}
 SHAPE = "weight_shape"  # of compressed-tensors: what words were padded from
 
 
@@ -122,6 +141,7 @@ class QuantisedMatrix:
     zeros: Tensor | None
     less_one: bool
     group_of: NDArray[np.int64]  # the group of each input
+    tall: int = 1  # outputs that share scales
 
     def __post_init__(self) -> None:
         self.outputs, self.inputs = self.layout.size(tuple(self.levels.shape))
@@ -149,14 +169,14 @@ class QuantisedMatrix:
         # whole words, as they were stored: a level of 0 less one has borrowed from its neighbour
         words = self.zeros + 0x11111111 if self.less_one else self.zeros
         found = self.layout.zero_levels(words)[: self.outputs]
-        return None if (found == MIDDLE[self.layout.bits]).all() else found
+        return None if (found == MIDDLE).all() else found
 
     @cached_property
     def kind(self) -> str | None:
-        """The kind of blocks that hold exactly these numbers. None: its scales need float16, and not all are that."""
+        """The kind of blocks that hold exactly these numbers. None: there is none of fp8, or float16 does not hold all
+        scales."""
         exact = self.scales.dtype == torch.float16 or bool((self.scales.half().float() == self.scales.float()).all())
-        if not exact:
-            log.warning("%s has scales that float16 does not hold, so it is expanded", self.name)
+        if not exact or self.layout.dtype == torch.float8_e4m3fn:
             return None
         if self.layout.bits == 8:
             return "Q8_0"
@@ -182,20 +202,21 @@ class QuantisedMatrix:
         return out
 
     def _fill(self, out: Bytes, start: int, end: int) -> None:
-        levels, groups = self.layout.rows(self.levels, start, end), self.group_of
+        rows, groups = self.layout.rows(self.levels, start, end), self.group_of
         if self.columns is not None:
-            levels, groups = levels[:, self.columns], groups[self.columns]
+            levels, groups = _apart(rows)[:, self.columns], groups[self.columns]
+            rows = levels[:, ::2] | levels[:, 1::2] << np.uint8(4)
         groups = groups[:: self.block]
         blocks = out.reshape(end - start, len(groups), -1)
-        halves = self.scales[start:end].half().numpy()[:, groups]
+        halves = self._scales(slice(start, end)).half().numpy()[:, groups]
         blocks[:, :, :2] = np.ascontiguousarray(halves)[..., None].view(np.uint8)
         if self.zero_levels is not None:
             blocks[:, :, 2] = self.zero_levels[start:end, groups]
-        levels = levels.reshape(*blocks.shape[:2], -1)
-        if self.layout.bits == 8:
-            blocks[:, :, 2:] = levels ^ np.uint8(128)
-        else:
-            blocks[:, :, -self.block // 2 :] = levels[..., ::2] | levels[..., 1::2] << 4
+        blocks[:, :, -self.block * self.layout.bits // 8 :] = rows.reshape(*blocks.shape[:2], -1)
+
+    def _scales(self, some: slice) -> Tensor:
+        """Of some outputs, [outputs, groups]."""
+        return self.scales[some] if self.tall == 1 else self.scales[torch.arange(self.outputs)[some] // self.tall]
 
     # ---- as numbers
     def expanded(self, dtype: torch.dtype) -> Tensor:
@@ -203,13 +224,17 @@ class QuantisedMatrix:
         out = torch.empty((self.outputs, self.inputs), dtype=dtype)
         for start in range(0, self.outputs, OUTPUTS):
             some = slice(start, min(start + OUTPUTS, self.outputs))
-            levels = torch.from_numpy(self.layout.rows(self.levels, some.start, some.stop).astype(np.float32))
-            if self.zero_levels is None:
-                levels -= MIDDLE[self.layout.bits]
-            else:
-                levels -= torch.from_numpy(self.zero_levels[some][:, self.group_of].astype(np.float32))
-            out[some] = levels * self.scales[some].float()[:, self.group_of]
+            out[some] = self._values(some) * self._scales(some).float()[:, self.group_of]
         return out
+
+    def _values(self, some: slice) -> Tensor:
+        """Levels less zeros of some outputs, float32."""
+        if self.layout.bits == 8:
+            return self.levels[some].float()
+        levels = torch.from_numpy(_apart(self.layout.rows(self.levels, some.start, some.stop)).astype(np.float32))
+        if self.zero_levels is None:
+            return levels - MIDDLE
+        return levels - torch.from_numpy(self.zero_levels[some][:, self.group_of].astype(np.float32))
 
 
 class Quantised:
@@ -223,6 +248,7 @@ class Quantised:
         self.checkpoint, self._said, self._layout = checkpoint, said, LAYOUTS[said.layout]
         self.where: dict[str, Path] = dict(checkpoint.where)
         self._matrices: dict[str, QuantisedMatrix] = {}
+        self._told = False
         ending = f".{self._layout.scales}"
         for module in sorted(name.removesuffix(ending) for name in checkpoint.where if name.endswith(ending)):
             name, parts = f"{module}.weight", self._parts(module)
@@ -264,7 +290,10 @@ class Quantised:
     def blocks(self, name: str) -> BlockMatrix | None:
         """A quantised matrix, its inputs in the order of its groups; None of all others."""
         found = self._matrices.get(name)
-        if found is None or found.kind is None:
+        if found is None:
+            return None
+        if found.kind is None:
+            self._tell_expanded(found)
             return None
 
         def done(_: int, end: int) -> None:
@@ -275,6 +304,14 @@ class Quantised:
 
     def let_go(self, tensor: Tensor) -> None:
         self.checkpoint.let_go(tensor)
+
+    def _tell_expanded(self, matrix: QuantisedMatrix) -> None:
+        """Warn, once a checkpoint, of a matrix that does not stay as small as it is."""
+        if not self._told:
+            fp8 = self._layout.dtype == torch.float8_e4m3fn
+            why = "fp8 has no kernel yet" if fp8 else "float16 does not hold all of its scales"
+            log.warning("%s is expanded, and others like it: %s", matrix.name, why)
+        self._told = True
 
     def _let_go(self, matrix: QuantisedMatrix) -> None:
         for tensor in (matrix.levels, matrix.scales, matrix.zeros):
@@ -313,7 +350,9 @@ class Quantised:
         if SHAPE in parts and parts[SHAPE].tolist() != [outputs, inputs]:
             raise self._wrong(module, f"has {SHAPE} {parts[SHAPE].tolist()!s:.60}, and {layout.levels} is of "
                                       f"{[outputs, inputs]}")  # fmt: skip
-        size, groups = self._group(module, tuple(scales.shape), outputs, inputs)
+        tall, size, groups = self._group(module, tuple(scales.shape), outputs, inputs)
+        if scales.ndim < 2:
+            scales = scales.reshape(1, 1)
         zeros = parts.get(layout.zeros or "")
         if zeros is not None and tuple(zeros.shape) != layout.zeros_shape(outputs, groups):
             raise self._wrong(module, f"has {layout.zeros} of shape {list(zeros.shape)}, and its other tensors ask for "
@@ -322,17 +361,20 @@ class Quantised:
         if layout.order in parts:
             said = self._order(module, parts[layout.order], inputs, groups)
             group_of = group_of if np.array_equal(said, group_of) else said
-        if layout.bits == 8 and inputs % KINDS["Q8_0"].inputs:
+        if layout.dtype == torch.int8 and inputs % KINDS["Q8_0"].inputs:
             raise self._wrong(module, f"has {inputs} inputs, and a multiple of {KINDS['Q8_0'].inputs} is read")
         name = f"{self.directory}: {module}"
-        return QuantisedMatrix(name, layout, levels, scales, zeros, self._said.less_one, group_of)
+        return QuantisedMatrix(name, layout, levels, scales, zeros, self._said.less_one, group_of, tall)
 
-    def _group(self, module: str, shape: Shape, outputs: int, inputs: int) -> tuple[int, int]:
-        """How many inputs share a scale, and how many groups that makes, by the shape of scales."""
-        found = {}
-        for size in self._said.groups:
-            groups = -(-inputs // (size or inputs))
-            found[(groups, outputs) if self._layout.scales_turned else (outputs, groups)] = size or inputs, groups
+    def _group(self, module: str, shape: Shape, outputs: int, inputs: int) -> tuple[int, int, int]:
+        """Outputs and inputs that share a scale, and how many groups of inputs that makes, by the shape of scales."""
+        found: dict[Shape, tuple[int, int, int]] = {}
+        for tall, size in self._said.groups:
+            rows, groups = -(-outputs // (tall or outputs)), -(-inputs // (size or inputs))
+            one = tall or outputs, size or inputs, groups
+            found[(groups, rows) if self._layout.scales_turned else (rows, groups)] = one
+            if tall is None:
+                found[(1,)] = found[()] = one
         if shape not in found:
             asked = " or ".join(str(list(each)) for each in found)
             raise self._wrong(module, f"has {self._layout.scales} of shape {list(shape)}, and {outputs} outputs of "
