@@ -96,7 +96,8 @@ class Builder:
         ledger = ledger or Ledger(int(self.budget * share))
         tiers, identity = self._tiers()
         caching, every = self.limits.prefix_cache, {"": self.methods, **self.recipes}
-        assembly = Assembly(self.model, ledger, counters, defaults(), self.load, caching, tiers, identity)
+        alone = not self.methods["place"].traits.launches
+        assembly = Assembly(self.model, ledger, counters, defaults(), self.load, caching, tiers, identity, alone)
         try:
             recipes = {name: assembly.runtime(methods, phases) for name, methods in every.items()}
         except Exception:

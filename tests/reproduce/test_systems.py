@@ -265,7 +265,7 @@ def test_what_the_levels_of_cachegen_must_do(
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_hydragens_bytes_are_those_of_tensors(lab: Lab, shared: bool) -> None:
-    """Without a prefix cache one copy less lies about, and the attempt sees it."""
+    """Without a prefix cache each request has its own copy, and the attempt sees it."""
     assert hydragen.held(lab, replace(hydragen.ON, prefix_cache=shared)).passed is shared
 
 

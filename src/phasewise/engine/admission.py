@@ -40,16 +40,17 @@ class Admission:
         """Note whether any recipe has companions."""
         self._followed = any(runtime.companions for runtime in self.recipes.values())
 
-    def open(self, tokens: int, runtime: Runtime) -> bool:
-        """True if a request of so many tokens may be admitted now. No request is preempted for it."""
-        return len(self.queues.running) < self.max_running and self.store.room(runtime.need(tokens))
+    def open(self, tokens: int, runtime: Runtime, shared: int = 0) -> bool:
+        """True if a request of so many tokens may be admitted now, for which so many rows are there already. No request
+        is preempted for it."""
+        return len(self.queues.running) < self.max_running and self.store.room(runtime.need(tokens, shared))
 
-    def displace(self, request: Request, tokens: int, runtime: Runtime) -> bool:
-        """True if a request of so many tokens may be admitted now that requests in the background have made way."""
+    def displace(self, request: Request, tokens: int, runtime: Runtime, shared: int) -> bool:
+        """True if such a request may be admitted now that requests in the background have made way."""
         running = self.queues.running
         while not request.params.background and running and running[-1].params.background:
             self.preempt(running[-1])
-            if self.open(tokens, runtime):
+            if self.open(tokens, runtime, shared):
                 return True
         return False
 
@@ -101,7 +102,7 @@ class Admission:
             victim = running[-1]
             self.preempt(victim)
             return victim is not request
-        if request.kv is not None and request.kv.nodes:  # its own prefix blocks hold the last bytes
+        if request.kv is not None and request.kv.nodes and not request.kv.refers:  # these blocks hold the last bytes
             for node in request.kv.nodes:
                 node.release()
             request.kv.nodes = []

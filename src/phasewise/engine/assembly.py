@@ -12,7 +12,7 @@ from phasewise.engine.lora import LORA, Loras
 from phasewise.engine.refusals import refuse_blocks, refuse_tiers
 from phasewise.engine.runtime import Runtime
 from phasewise.kv.buffer import Ledger
-from phasewise.kv.format import KVShape, Raw, RowFormat
+from phasewise.kv.format import KVShape, Raw, RowFormat, block_format
 from phasewise.kv.prefix import PrefixCache
 from phasewise.kv.store import Sharing, Store
 from phasewise.kv.tiers.tiers import KVTiers
@@ -34,13 +34,14 @@ class Assembly:
 
     def __init__(
         self, model: Model, ledger: Ledger, counters: Counters, defaults: Methods, load: Callable[[str], Model],
-        caching: bool, tiers: KVTiers | None = None, identity: str = "",
+        caching: bool, tiers: KVTiers | None = None, identity: str = "", alone: bool = True,
     ) -> None:  # fmt: skip
-        """`identity`: what else shapes rows that outlive this process (the weights, above all)."""
+        """`identity`: what else shapes rows that outlive this process (the weights, above all). `alone`: no request
+        leaves for another engine, or comes from one."""
         self.model, self.ledger, self.counters, self.defaults, self.caching = model, ledger, counters, defaults, caching
         self.taps: set[int] = set()
         self.prefixes = PrefixCache(ledger, tiers)
-        self._identity = identity
+        self._identity, self._alone = identity, alone
         self.loras = Loras(model, self.prefixes)
         self._load = load
         self._bindings: list[tuple[Any, Bindings]] = []  # by sample method: a host has one
@@ -63,14 +64,17 @@ class Assembly:
         key = self._prefix_key(methods, names[0]) if self.caching else None
         shapes, counters = kv_shapes(self.model), self.counters
         private = 1 if evict is None else max(1, evict.observes)
-        shared = Sharing(key, private, unit, self.prefixes, partial(methods["store"].blocks, bindings.host, shapes))
-        store = Store(shapes, format, ledger=self.ledger, counters=counters, sharing=shared, wire=wire)
         slots: list[SlotRuntime | None] = []
         for own in phases:
             slots += own.attend, own.evict, own.skip, own.decode
         several = {id(one): one for one in slots if one is not None}.values()
         keeps = [each.beside for each in several if each.beside is not None]
         drawers = [each.drawer for each in several if each.drawer is not None]
+        shared = Sharing(
+            key, private, unit, self.prefixes, partial(methods["store"].blocks, bindings.host, shapes),
+            by_reference=not (keeps or drawers or wire) and self._by_reference(methods, phases, format),
+        )  # fmt: skip
+        store = Store(shapes, format, ledger=self.ledger, counters=counters, sharing=shared, wire=wire)
         store.book(keeps, drawers)
         places = [own.evict.places for own in phases if own.evict is not None]
         store.expect(places, any(own.late is not None for own in phases))
@@ -79,6 +83,18 @@ class Assembly:
         return Runtime(
             phases, store, bindings.companions(methods, names), bindings.host.sample, traits, asks, lora=lora
         )
+
+    def _by_reference(self, methods: Methods, phases: Sequence[Phase], format: RowFormat) -> bool:
+        """True if requests read cached prefixes where they lie: for a method that reads them once for all. Others copy
+        them into contiguous rows of their own. So does a request whose rows may be evicted or skipped, given, left for
+        others or travel, or whose rows no native kernel reads as they lie."""
+        if any(own.evict is not None or own.skip is not None for own in phases):
+            return False
+        decode: Traits = methods["decode"].traits
+        attend: Traits = methods["attend"].traits
+        moves = decode.injects_kv or decode.retains_kv or bool(decode.brings) or not self._alone
+        lie = (isinstance(format, Raw) or format.scaled) and block_format(format) is None
+        return attend.shared_reads and not moves and lie and self.model.device.type == "cpu"
 
     def keep(self, runtimes: Collection[Runtime]) -> None:
         """These are all that there are: free cached prompts and adapters of others."""

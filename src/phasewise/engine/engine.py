@@ -251,13 +251,15 @@ class Engine:
             tokens, runtime = request.known + 1, self.runtime(request)
             if request.params.background and self.running and not self.running[0].params.background:
                 return
-            if not (self.room.open(tokens, runtime) or self.room.displace(request, tokens, runtime)):
-                return
-            try:
-                runtime.open(request, tokens)
-            except Exception as error:
-                self._fail(request, error)
-                continue
+            with runtime.store.holding(request) as shared:
+                fits = self.room.open(tokens, runtime, shared)
+                if not (fits or self.room.displace(request, tokens, runtime, shared)):
+                    return
+                try:
+                    runtime.open(request, tokens)
+                except Exception as error:
+                    self._fail(request, error)
+                    continue
             self._start(request)
 
     def _stepping(self) -> list[Request]:

@@ -141,9 +141,10 @@ class Runtime:
             found = min([found, *(method.reach(context) for method in acting)])
         return found
 
-    def need(self, tokens: int) -> int:
-        """Bytes of KV for `tokens` tokens of one request, companions included."""
-        return self.store.cost(self.held(tokens)) + sum(companion.store.cost(tokens) for companion in self.companions)
+    def need(self, tokens: int, shared: int = 0) -> int:
+        """Bytes of KV for `tokens` tokens of one request, companions included, `shared` rows being there already."""
+        own = self.store.cost(self.held(tokens), shared)
+        return own + sum(companion.store.cost(tokens) for companion in self.companions)
 
 
 @dataclass

@@ -13,6 +13,7 @@ from phasewise.kv.contiguous import ContiguousView
 from phasewise.kv.drawers import Drawers
 from phasewise.kv.dump import _by_layer, _fill
 from phasewise.kv.layer_kv import LayerKV
+from phasewise.kv.shared_rows import SharedRows
 from phasewise.kv.wire import Dump, Wire
 from phasewise.request.counters import Counters
 
@@ -168,11 +169,25 @@ class KV:
         if self._spare is not None:
             self._spare -= rows
 
+    def refer(self, nodes: list[Node]) -> None:
+        """Hold these nodes, whose rows are the request's first ones, in the place of the rows and of the nodes that it
+        has held."""
+        for i, layer in enumerate(self.layers):
+            self.counters.kv_bytes_moved += layer.refer(SharedRows([node.planes[i] for node in nodes]))
+        self.nodes = nodes
+        self.changed()
+
+    @property
+    def refers(self) -> bool:
+        """True if the rows of its nodes are nowhere else."""
+        return any(layer.shared is not None for layer in self.layers)
+
     def inject(self, given: InjectedKV, n: int) -> tuple[int, int]:
         """Appends rows that were computed elsewhere behind the first `n`, or in the place of some of these; there must
         be room for them. Returns where they begin, and how many they are."""
         start, count = n if given.start is None else given.start, given.rows[0][0].shape[1]
         if start < n:
+            assert not self.refers, "rows held by reference stay as they are"
             self.drop_last(start)
             for node in self.nodes:  # whose rows these are no longer
                 node.release()
@@ -265,6 +280,7 @@ class KV:
     def dump(self, lent: bool = False) -> Dump:
         """Committed rows as plain tensors, layer by layer: what a hand-off carries. `lent`: buffers by name, for a
         hand-off of the memory itself."""
+        assert not self.refers, "rows held by reference do not travel"
         out: Dump = []
         for layer in self.layers:
             pieces: list[dict[str, Any]] = [

@@ -21,6 +21,9 @@ class ContiguousView:
     the first of them in sealed blocks that native kernels read. Without such blocks, layers and heads may hold
     unequally many: then `unequal` says where they lie, and `address` nothing.
 
+    The first rows may be held by reference, and lie in blocks elsewhere: `shared`, of Planes (kernels.h) [layers,
+    shared_slots / BLOCK].
+
     `n`: committed rows, of the longest head. `gaps`: they need not be those of positions 0 .. n-1, as some were given
     up; which they are may differ by layer and head. `address`: of Planes (kernels.h) [layers].
     `row_bytes`: what a row takes in all layers. `tables`: of vectors beside them, by whoever asked for them; `biases`:
@@ -29,8 +32,8 @@ class ContiguousView:
     """
 
     __slots__ = ("_fitted", "_line", "_narrow", "_places", "_planes", "_positions", "_sealed", "_seals", "_sides",
-                 "_slabs", "address", "biases", "front", "gaps", "layers", "lowered", "n", "row_bytes", "tables",
-                 "unequal")  # fmt: skip
+                 "_slabs", "address", "biases", "front", "gaps", "layers", "lowered", "n", "row_bytes", "shared",
+                 "shared_slots", "tables", "unequal")  # fmt: skip
 
     def __init__(self, layers: Sequence[LayerKV]) -> None:
         self.layers, self.tables, self.biases = layers, dict[Hashable, VectorTable](), dict[Hashable, Tensor]()
@@ -51,15 +54,20 @@ class ContiguousView:
         for slab in self._slabs if self.unequal is None else ():
             cap, addresses = slab.buffer.cap, slab.buffer.addresses
             lies = PlanesStruct(head=cap * dim)
+            if slab.base:  # slot 0 would be so far before
+                rows = (slab.base * plane.stride(1) * plane.itemsize for plane in slab.buffer.planes)
+                addresses = [address - gone for address, gone in zip(addresses, rows)]
             if rounded:
                 lies.k, lies.k_scale, lies.v, lies.v_scale = addresses
                 lies.scale_head = cap
             else:
-                gone = slab.base * dim * layers[0].shape.dtype.itemsize  # slot 0 would be so far before
-                lies.k, lies.v = (address - gone for address in addresses)
+                lies.k, lies.v = addresses
             planes.append(lies)
         self._planes = Structures(PlanesStruct, planes)
         self.address = self._planes.address
+        self.shared_slots = layers[0].shared.n if layers[0].shared is not None else 0
+        every = (layer.shared for layer in layers if self.shared_slots)
+        self.shared = Structures(PlanesStruct, [block for rows in every if rows is not None for block in rows.structs])
         self._sealed = [(layer.blocks, layer.slabs[0].buffer.planes, layer.slabs[0].base) for layer in layers
                         if layer.blocks is not None and layer.blocks.active]  # fmt: skip
         self._fitted = any(sealed.fit for sealed, _, _ in self._sealed)  # then blocks of layers differ in size

@@ -9,21 +9,24 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from phasewise.kv.beside import Beside, Derived, Wants
-from phasewise.kv.blocks import SLACK, LayerBlocks, RowSaliency, lying
+from phasewise.kv.blocks import SLACK, LayerBlocks, LazyPlanes, RowSaliency, lying
 from phasewise.kv.buffer import ROUND, Buffer, Ledger, rounded
 from phasewise.kv.format import KVShape, RowFormat, entry_bytes
 from phasewise.kv.part import KVPart
+from phasewise.kv.shared_rows import SharedRows
 
 
 class Slab:
     """Heads whose rows have one length. `positions` int64 [1 | h, cap], which the buffer has room for: `said` of them;
-    None while they are base .. base+n-1: `base` rows before them lie in sealed blocks alone."""
+    None while they are base .. base+n-1: `base` rows before them lie in sealed or in shared blocks alone."""
 
     __slots__ = ("base", "buffer", "heads", "n", "said")
 
@@ -50,6 +53,7 @@ class LayerKV:
         "kinds",
         "ledger",
         "shape",
+        "shared",
         "slabs",
         "version",
         "wide",
@@ -64,6 +68,7 @@ class LayerKV:
         self.kinds = format.planes(shape)
         self.slabs = [Slab(Buffer(self.kinds, shape.heads, cap, ledger, self.shape.device).placed(wide), 0, None)]
         self.blocks = LayerBlocks.of(format, shape, ledger, cap)  # None: the format seals no blocks
+        self.shared: SharedRows | None = None  # the first rows, where others hold them as well
         self.fresh = 0
         self._pending: Sequence[int] = ()
         self._ids: list[int] | None = None
@@ -91,7 +96,7 @@ class LayerKV:
 
     @property
     def live_bytes(self) -> int:
-        """Bytes of committed entries (what a method that drops rows really saves)."""
+        """Bytes of committed entries (what a method that drops rows really saves), but for those held by reference."""
         if self.blocks is not None:
             return self.blocks.live_bytes(self.n)
         return sum(s.n * s.buffer.heads for s in self.slabs) * entry_bytes(self.format, self.shape)
@@ -110,12 +115,16 @@ class LayerKV:
             if n + rows > cap or s.buffer.refs > 1:
                 n -= self._needless(s)
                 if n + rows > cap or s.buffer.refs > 1:
-                    cap = max(rounded(n + rows), cap)
+                    cap = max(self._cap(n + rows), cap)
                     total += cap * s.buffer.row - (s.buffer.bytes if s.buffer.refs == 1 else 0)
             spare = min(spare, cap - n)
         if self.blocks is not None:
             total += self.blocks.growth(self.n + rows, rounded(self.n + rows))
         return total + self.beside.growth(self._wanted(spare))
+
+    def _cap(self, rows: int) -> int:
+        """The capacity of a slab for so many rows: with those held by reference, that of all."""
+        return rounded(rows) if self.shared is None else rounded(self.shared.n + rows) - self.shared.n
 
     def _needless(self, s: Slab) -> int:
         """Rows of a slab that are sealed as well."""
@@ -133,7 +142,7 @@ class LayerKV:
 
     def room(self, rows: int) -> tuple[int, int]:
         """After `reserve(rows)`: how many rows a head, on average, there is room for, all at positions below what."""
-        caps = [max(s.buffer.cap, rounded(s.n + rows) if s.n + rows > s.buffer.cap else 0) for s in self.slabs]
+        caps = [max(s.buffer.cap, self._cap(s.n + rows) if s.n + rows > s.buffer.cap else 0) for s in self.slabs]
         slots = sum((s.base + cap) * s.buffer.heads for s, cap in zip(self.slabs, caps))
         return -(-slots // self.shape.heads), self._end + max(cap - s.n for s, cap in zip(self.slabs, caps))
 
@@ -142,7 +151,7 @@ class LayerKV:
         moved = 0
         for s in self.slabs:
             if s.n + rows > s.buffer.cap or s.buffer.refs > 1:
-                moved += self._replace(s, max(rounded(s.n - self._needless(s) + rows), s.buffer.cap))
+                moved += self._replace(s, max(self._cap(s.n - self._needless(s) + rows), s.buffer.cap))
         if self.blocks is not None:
             moved += self.blocks.reserve(self.n + rows, rounded(self.n + rows))
         self.beside = self.beside.own(self._wanted(min((s.buffer.cap - s.n for s in self.slabs), default=0)))
@@ -199,7 +208,7 @@ class LayerKV:
                 KVPart(planes, self.format, self.shape.dtype, s.n, fresh, ids, s.heads, committed, pending, i,
                      self.beside)
             )  # fmt: skip
-        return parts
+        return parts if self.shared is None else [_behind(self.shared, part) for part in parts]
 
     def _opened(self) -> KVPart:
         """`read`, of rows in sealed blocks and behind them."""
@@ -262,13 +271,30 @@ class LayerKV:
         if s.positions is None:
             if not positions or (positions[0] == s.base + s.n and _consecutive(positions)):
                 return
-            assert not s.base, "rows are sealed where all are alike"
+            assert not s.base, "rows are sealed, or held by reference, where all are alike"
             s.buffer.placed(1)
             s.said, s.buffer.positions[0, : s.n] = 1, torch.arange(s.n)
         at = s.buffer.positions[: s.said, s.n : s.n + len(positions)]
         at[:] = torch.tensor(list(positions), device=self.shape.device)
 
     # ---- between steps
+    def refer(self, rows: SharedRows) -> int:
+        """The first rows are read in `rows` from now on; the slab keeps those behind them. Returns bytes moved."""
+        self._loose()
+        (s,), before = self.slabs, 0 if self.shared is None else self.shared.n
+        assert s.positions is None and s.heads is None and self.blocks is None, "only plain rows are held by reference"
+        self.shared, start, old = rows, min(rows.n - before, s.n), s.buffer
+        s.base, s.n = rows.n, s.n - start
+        if not start:
+            return 0
+        self.version += 1
+        behind = [plane[:, start : start + s.n].clone() for plane in old.planes]
+        old.drop()  # before there is another: the budget may have no room for both
+        s.buffer = Buffer(self.kinds, old.heads, self._cap(s.n + 1), self.ledger, self.shape.device).placed(old.wide)
+        for plane, kept in zip(s.buffer.planes, behind):
+            plane[:, : s.n] = kept
+        return sum(kept.nbytes for kept in behind)
+
     def positions(self, s: Slab) -> Tensor:
         """True positions of a slab's committed rows, int64 [1 | h, n]."""
         if s.positions is None:
@@ -281,7 +307,8 @@ class LayerKV:
         stay: dict[int, int] = {}  # rows by head
         for s in self.slabs:
             if s.positions is None:
-                counts = [min(s.n, position)] * s.buffer.heads
+                assert position >= s.base, "rows held by reference stay"
+                counts = [min(s.n, position - s.base)] * s.buffer.heads
             else:
                 counts = (s.positions[:, : s.n] < position).sum(1).expand(s.buffer.heads).tolist()
             stay |= zip(self._heads(s), counts)
@@ -299,6 +326,7 @@ class LayerKV:
         increasing order. Returns bytes moved.
         """
         self._loose()
+        self._alone()
         self._changed()
         if isinstance(index, Tensor) and index.dim() == 1:
             return sum(self._gather(s, index[None], room) for s in self.slabs)
@@ -310,6 +338,7 @@ class LayerKV:
     def rewrite(self, planes: Sequence[Sequence[Tensor]]) -> int:
         """New contents for the committed rows, planes [h, n, ...] slab by slab. Returns bytes moved."""
         self._loose()
+        self._alone()
         self._changed()
         moved = self.reserve(0)
         for s, contents in zip(self.slabs, planes):
@@ -321,6 +350,10 @@ class LayerKV:
     def _loose(self) -> None:
         """Rows may be dropped or written anew."""
         assert not self.fresh and (self.blocks is None or not self.blocks.active), "sealed rows stay as they are"
+
+    def _alone(self) -> None:
+        """Rows may be given up, moved or written, wherever they lie."""
+        assert self.shared is None, "rows held by reference stay as they are"
 
     def _changed(self) -> None:
         self.version += 1
@@ -374,13 +407,14 @@ class LayerKV:
         twin.shape, twin.format, twin.ledger, twin.wide = self.shape, self.format, self.ledger, self.wide
         twin.kinds = self.kinds
         twin.slabs = [Slab(s.buffer.share(), s.n, s.heads, s.said, s.base) for s in self.slabs]
-        twin.blocks = None if self.blocks is None else self.blocks.fork()
+        twin.blocks, twin.shared = None if self.blocks is None else self.blocks.fork(), self.shared
         twin.beside, twin._wants = self.beside.share(), self._wants
         twin.version, twin.fresh, twin._pending, twin._ids = self.version, 0, (), None
         return twin
 
     def lend(self) -> None:
         """Give every row up for another to adopt; see Buffer."""
+        self._alone()
         for s in self.slabs:
             s.buffer.lend()
         self._leave()
@@ -395,9 +429,15 @@ class LayerKV:
         self.slabs = []
         if self.blocks is not None:
             self.blocks.close()
-        self.blocks = None
+        self.blocks = self.shared = None
         self.version += 1
         self.beside = self.beside.left()
+
+
+def _behind(shared: SharedRows, own: KVPart) -> KVPart:
+    """A slab's part with the rows before it that are held by reference."""
+    planes = LazyPlanes(partial(shared.joined, own.planes))
+    return replace(own, planes=planes, n=shared.n + own.n, shared=shared, own=own.planes)
 
 
 def _consecutive(positions: Sequence[int]) -> bool:

@@ -14,6 +14,7 @@ from phasewise.kv.format import RowFormat
 if TYPE_CHECKING:
     from phasewise.kv.beside import Beside
     from phasewise.kv.blocks import PackedBlocks
+    from phasewise.kv.shared_rows import SharedRows
 
 
 @dataclass(slots=True)
@@ -40,13 +41,21 @@ class KVPart:
     packed: PackedBlocks | None = (
         None  # where kernels find them packed; they are opened when `planes` are first looked at
     )
+    shared: SharedRows | None = None  # the first rows, held by reference: joined when `planes` are first looked at
+    own: Sequence[Tensor] = ()  # then the planes of the rows behind these
     _whole: tuple[Tensor, Tensor] | None = field(default=None, init=False)
 
     @property
     def size(self) -> tuple[int, int]:
         """(KV heads, rows)."""
-        planes = self.planes if self.packed is None else self.packed.tail
-        return planes[0].shape[0], self.n + self.fresh
+        return self._there[0].shape[0], self.n + self.fresh
+
+    @property
+    def _there(self) -> Sequence[Tensor]:
+        """Planes of some of its rows that need not be opened or joined first."""
+        if self.packed is not None:
+            return self.packed.tail
+        return self.planes if self.shared is None else self.own
 
     @property
     def k(self) -> Tensor:
@@ -70,7 +79,10 @@ class KVPart:
 
     def between(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values [h, stop - start, D] of consecutive slots; no other row is read or decoded."""
-        return self.format.decode([plane[:, start:stop] for plane in self.planes], self.dtype)
+        planes, before = self.planes, 0
+        if self.shared is not None and start >= self.shared.n:
+            planes, before = self.own, self.shared.n
+        return self.format.decode([plane[:, start - before : stop - before] for plane in planes], self.dtype)
 
     def keys(self, start: int, stop: int) -> Tensor:
         """The keys of `between`."""
@@ -84,7 +96,7 @@ class KVPart:
     @property
     def positions(self) -> Tensor:
         """True positions, int64 [1 | h, N]."""
-        device = self.planes[0].device
+        device = self._there[0].device
         old = torch.arange(self.n, device=device)[None] if self.committed is None else self.committed
         if not self.fresh:
             return old

@@ -3,6 +3,7 @@
 A block's key is the hash of its tokens and of its parent's key; the root's key names everything else that shaped the
 rows (model, store, prefill methods). Blocks own their memory; a request copies the rows it reuses into its own slab
 (a copy of 1k rows costs well under a millisecond) and holds its nodes so that they are still there after a preemption.
+Where its recipe reads them in place (`Sharing.by_reference`), it copies nothing and holds the nodes instead of rows.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ class LayerRows:
         return sum(plane.nbytes // plane.shape[1] for plane in planes) * block
 
     def copy(self, start: int, stop: int) -> list[list[Tensor]]:
-        return [[plane[:, start:stop].clone() for plane in layer.slabs[0].buffer.planes] for layer in self.layers]
+        slabs = [layer.slabs[0] for layer in self.layers]
+        return [[plane[:, start - s.base : stop - s.base].clone() for plane in s.buffer.planes] for s in slabs]
 
 
 class PrefixTree:
@@ -123,7 +125,7 @@ class PrefixTree:
         return found, cached
 
     def copy_into(self, blocks: Sequence[Sequence[Sequence[Tensor]]], layers: list[LayerKV]) -> int:
-        """Write the rows of blocks, [layer][plane] each, to the start of an empty KV. Returns bytes copied."""
+        """Write the rows of blocks, [layer][plane] each, to the start of empty slabs. Returns bytes copied."""
         moved, at = 0, 0
         for block in blocks:
             for layer, planes in zip(layers, block):

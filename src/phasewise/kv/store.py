@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from math import lcm
 from typing import TYPE_CHECKING, Any
 
 from phasewise.kv.beside import Wants
@@ -17,6 +19,7 @@ from phasewise.kv.prefix import LayerRows, PrefixCache
 from phasewise.kv.retained import RetainedKV
 from phasewise.kv.tiers.codec import BlockCodec, BlockLayout, RawBlocks
 from phasewise.kv.wire import Wire
+from phasewise.ops.native.spans import BLOCK
 from phasewise.request.counters import Counters
 
 if TYPE_CHECKING:
@@ -36,7 +39,8 @@ class Sharing:
     `prefix_key` names everything that shapes a prompt's KV besides its tokens (model, store, prefill methods), so
     that rewritten rows never meet exact ones (DESIGN law 10); None switches reuse off. The last `private` rows of a
     prompt are always computed. Prompt rows depend on tokens of their own `unit` rows and before (block-causal
-    attention), so prefixes are shared in whole units.
+    attention), so prefixes are shared in whole units. `by_reference`: requests read cached rows where they lie instead
+    of copying them (kv/shared_rows.py); nothing may then move or give up rows of a prompt.
     """
 
     prefix_key: str | None = None
@@ -44,6 +48,7 @@ class Sharing:
     unit: int = 1
     prefixes: PrefixCache | None = None  # of all stores under one ledger; None: the store has its own
     codec: Callable[[BlockLayout], BlockCodec | None] | None = None  # the form of blocks on disk; None: as they are
+    by_reference: bool = False
 
 
 class Store:
@@ -69,6 +74,8 @@ class Store:
         self.ledger = ledger
         self.sharing = sharing or Sharing()
         key, unit = self.sharing.prefix_key, self.sharing.unit
+        if key is not None and self.sharing.by_reference:  # kernels look at so many rows at a time
+            key, unit = f"{key} by reference", lcm(unit, BLOCK)
         self.prefixes = self.sharing.prefixes or PrefixCache(ledger)
         self.tree = self.prefixes.tree(key, unit) if key is not None else None
         if self.tree is not None and self.prefixes.tiers is not None and self.tree.below is None:
@@ -97,9 +104,9 @@ class Store:
         self.level, self.wide = late, [max(each, default=int(late)) for each in said]  # see KV and LayerKV
         self.row_room = self.row_bytes + sum(self.wide) * PLACE  # of a token, positions included
 
-    def cost(self, tokens: int) -> int:
-        """Bytes that `open` takes for a request of `tokens` tokens."""
-        rows = rounded(tokens)
+    def cost(self, tokens: int, shared: int = 0) -> int:
+        """Bytes that `open` takes for a request of `tokens` tokens, of which it holds `shared` rows by reference."""
+        rows = rounded(tokens) - shared
         beside = sum(wants(rows) for wants in self.wants if wants is not None)
         beside += max(sum(draws(Room(rows, rows, prompt)) for draws in self.draws) for prompt in (False, True))
         return rows * self.row_room + beside + sum(booked(self.format, shape, rows) for shape in self.shapes)
@@ -118,15 +125,30 @@ class Store:
         """Frees unused prefixes, whoever's they are, until there is room for `n_bytes`. Returns True if there is."""
         return self.prefixes.room(n_bytes)
 
+    @contextmanager
+    def holding(self, request: Request) -> Iterator[int]:
+        """Meanwhile no cached row that the request would hold by reference is freed. Yields how many these are."""
+        nodes = self.tree.match(self._findable(request)) if self.tree is not None and self.sharing.by_reference else []
+        try:
+            yield sum(node.rows for node in nodes)
+        finally:
+            for node in nodes:
+                node.release()
+
     def open(self, request: Request, tokens: int) -> KV:
         """A KV with room for `tokens` rows, already holding the longest cached prefix of the request's prompt.
 
         The last prompt rows are always computed (`Sharing.private`): there must be a row to draw from, and an evictor
         may have to see their queries.
         """
+        with self.holding(request) as shared:
+            return self._open(request, tokens, shared)
+
+    def _open(self, request: Request, tokens: int, shared: int) -> KV:
+        """`open`, with so many rows held by reference."""
         layers: list[LayerKV] = []
         try:
-            layers.extend(self.layers(rounded(tokens)))
+            layers.extend(self.layers(rounded(tokens) - shared))
         except Exception:  # the machine has less memory than the budget says: nothing stays behind
             KV(layers, self.counters).close()
             raise
@@ -141,9 +163,11 @@ class Store:
                 keys = self.tree.keys(prompt)[0]
                 below.use(keys[: len(blocks)])
                 blocks += below.take(request.id, keys[len(blocks) :])
-            moved = self.tree.copy_into(blocks, layers)
-            self.counters.kv_bytes_moved += moved
             hit = len(blocks) * self.tree.block
+            if shared:
+                kv.refer(kv.nodes)
+                blocks = blocks[len(kv.nodes) :]
+            self.counters.kv_bytes_moved += self.tree.copy_into(blocks, layers)
             self.counters.prefix_hits += hit
             request.computed = request.cached = kv.reused = hit
             kv.changed()
@@ -194,8 +218,11 @@ class Store:
             return  # rewritten rows are private
         upto = min(request.computed, request.prompt_len)
         added, moved = self.tree.insert(request.tokens[:upto], LayerRows(request.kv.layers), request.kv.nodes)
-        request.kv.nodes = added
         self.counters.kv_bytes_moved += moved
+        if self.sharing.by_reference and len(added) > len(request.kv.nodes):
+            request.kv.refer(added)
+        else:
+            request.kv.nodes = added
 
 
 def _together(keeps: Sequence[Callable[[int, KVShape, Any], int]], layer: int, shape: KVShape, room: Any) -> int:

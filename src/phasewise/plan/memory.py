@@ -128,5 +128,5 @@ class NumberRuntime:
     def __init__(self, store: NumberStore) -> None:
         self.store, self.counters = store, Counters()
 
-    def need(self, tokens: int) -> int:
-        return self.store.cost(tokens)
+    def need(self, tokens: int, shared: int = 0) -> int:
+        return self.store.cost(tokens) - shared * self.store.row_bytes

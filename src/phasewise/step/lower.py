@@ -216,6 +216,8 @@ def _everything(span: Span, flat: ContiguousView, windows: Sequence[int]) -> Sta
     whole = StackSpan(end, span.rows, own, flat.address, seats=seats, block=span.block)
     if tuned is not None:
         whole = whole._replace(tuned=tuned.address)
+    if flat.shared_slots:
+        whole = whole._replace(shared=flat.shared.address, shared_slots=flat.shared_slots)
     if flat.unequal is not None:
         whole = whole._replace(planes=0, unequal=flat.unequal.address, missing=flat.unequal.missing)
     return whole

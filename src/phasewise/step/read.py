@@ -17,6 +17,7 @@ from phasewise.ops.native.stack import SLICE
 
 if TYPE_CHECKING:
     from phasewise.kv.part import KVPart
+    from phasewise.kv.shared_rows import SharedRows
     from phasewise.step.inside import Inside
     from phasewise.step.span import Span
 
@@ -307,7 +308,9 @@ class Read:
             few = native.Few(self.q, lie.tail[0], lie.tail[1], sees, lie.base, seen=seen, sealed=lie.sides)
             if native.fits(few):
                 return few
-        if part.format.scaled:
+        if part.shared is not None:
+            few = self._few_behind(part.shared, seen)
+        elif part.format.scaled:
             k, k_scale, v, v_scale = (plane[:, start:] for plane in part.planes)
             few = native.Few(self.q, k, v, sees, start, (k_scale, v_scale), seen)
         elif start and not isinstance(part.format, Raw):  # what need not be decoded is not
@@ -315,6 +318,16 @@ class Read:
         else:
             few = native.Few(self.q, part.k, part.v, sees, seen=seen)
         return few if native.fits(few) else None
+
+    def _few_behind(self, shared: SharedRows, seen: native.SeenWindow | None) -> native.Few:
+        """Of rows whose first slots are held by reference: these are read where they lie."""
+        sees, scales = self.span.sees, None
+        if self.part.format.scaled:
+            k, k_scale, v, v_scale = self.part.own
+            scales = k_scale, v_scale
+        else:
+            k, v = self.part.own
+        return native.Few(self.q, k, v, sees, shared.n, scales, seen, shared=shared.structs)
 
     def in_order(self) -> bool:
         """True if slots are positions: no row before these has skipped the layer or was dropped."""

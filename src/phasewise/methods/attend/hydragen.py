@@ -1,8 +1,8 @@
-"""What the requests of a batch have in common is read once for all of them (Hydragen, arXiv 2402.05099).
+"""What the requests of a batch have in common is held and read once for all of them (Hydragen, arXiv 2402.05099).
 
 Promises dense attention's results. Shared beginnings of prompts cost a step one read instead of one per request: rows
 read fall from `B * P + sum S` to `P + sum S` for B requests with P rows in common and S of their own, level by level
-where beginnings branch.
+where beginnings branch. The rows held fall likewise: admission counts a request's own rows alone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Hydragen(Method, Attend):
     (of `rows`, if that is less), between two blocks of the native kernel, whose softmax then goes on from level to
     level as if one request had read all: bit for bit what dense attention gives. A request reads alone where its rows
     are not plain: after eviction, under a window that has begun to move, in prompt slices long enough to be matrix
-    products of their own. Left out: storing common rows once, and rows that forks have in common beyond their prompt.
+    products of their own. Common rows are stored once as well, in the prefix tree (kv/shared_rows.py), where no other
+    method of the recipe moves or gives up rows of a prompt. Left out: rows that forks have in common beyond it.
     """
 
     sharers: int = 2

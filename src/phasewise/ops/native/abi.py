@@ -356,6 +356,8 @@ class SpanStruct(Structure):
     sealed: Pointer = None
     heads: Pointer = None
     tally: Pointer = None
+    shared: Pointer = None
+    shared_slots: int = 0
 
 
 class CommonStruct(Structure):
@@ -481,6 +483,8 @@ class PrefillCallStruct(Structure):
     sees_row: int = 0
     lse: Pointer = None
     unequal: Pointer = None
+    shared: Pointer = None
+    shared_slots: int = 0
 
 
 class NoiseStruct(Structure):
@@ -700,6 +704,8 @@ class StackSpanStruct(Structure):
     unequal: Pointer = None
     tally: Pointer = None
     bias: Pointer = None
+    shared: Pointer = None
+    shared_slots: int = 0
 
 
 class LowRankStruct(Structure):

@@ -28,6 +28,8 @@ static void hide(const Span& span, const Job& job, long row, long slot, long to,
   }
 }
 
+static_assert(SHARED_BLOCK == KEYS);
+
 // Keys and values of one head as they lie, from some slot on; strides and the length of a row count bytes.
 struct Lines {
   const char *k, *v;
@@ -42,10 +44,19 @@ struct Lines {
     v = (const char*)span.v + job.head * span.v_head * size + slot * v_row;
     k_worth = span.k_scale ? span.k_scale + job.head * span.k_scale_head + slot : nullptr;
     v_worth = span.v_scale ? span.v_scale + job.head * span.v_scale_head + slot : nullptr;
+    if (slot < span.shared_slots) take(span.shared[slot / SHARED_BLOCK], job.head, slot % SHARED_BLOCK, size);
     if (!span.heads) return;
     const Head& head = span.heads[job.head];
     k = (const char*)head.k + slot * k_row, v = (const char*)head.v + slot * v_row;
     k_worth = head.k_scale ? head.k_scale + slot : nullptr, v_worth = head.v_scale ? head.v_scale + slot : nullptr;
+  }
+
+ private:
+  void take(const Planes& block, long head, long slot, long size) {
+    k = (const char*)block.k + head * block.head * size + slot * k_row;
+    v = (const char*)block.v + head * block.head * size + slot * v_row;
+    if (!block.k_scale) return;
+    k_worth = block.k_scale + head * block.scale_head + slot, v_worth = block.v_scale + head * block.scale_head + slot;
   }
 };
 

@@ -156,6 +156,15 @@ struct Tally {  // of a span with a single row, and at most QUERIES query heads 
   int64_t layer;             // of the model, counted from 0
 };
 
+constexpr int64_t SHARED_BLOCK = 64;  // slots: those that a kernel looks at together (KEYS)
+
+struct Planes {  // where a span's keys and values [heads, slots, dim] lie in one layer
+  const void *k, *v;
+  int64_t head;                       // numbers between two heads
+  const uint16_t *k_scale, *v_scale;  // as in a Span
+  int64_t scale_head;
+};
+
 struct Span {  // out = softmax(scale q k^T) v, q and out [rows, heads_q, dim]; the last `rows` of `n` slots are its own
   const void *q, *k, *v;
   void* out;
@@ -173,6 +182,10 @@ struct Span {  // out = softmax(scale q k^T) v, q and out [rows, heads_q, dim]; 
   const Sides* sealed;
   const Head* heads;  // [heads], where each lies; null: at k and v. Such a span has no window and nothing in common
   const Tally* tally;  // or null. Such a span has nothing in common
+  // [shared_slots / SHARED_BLOCK], where its first slots lie instead, block by block: rows that other spans may hold as
+  // well, none of them its own. Such a span has no `sealed`, `heads` or `tally`
+  const Planes* shared;
+  int64_t shared_slots;
 };
 
 struct Common {  // slots `from` .. `to` that some spans hold alike, before their own; those of the first are read
@@ -242,6 +255,8 @@ struct PrefillCall {  // q [rows, heads_q, dim] see slots of k, v [heads, n, dim
   int64_t sees_head, sees_row;
   float* lse;           // [rows, heads_q] or null
   const Head* unequal;  // [heads], as `heads` of a Span; or null. Such a call has no `sees`, and no queries of sinks
+  const Planes* shared;  // as in a Span; without `unequal`
+  int64_t shared_slots;
 };
 
 struct Noise {  // added to scores, Gumbel(0, 1), a draw by row, key, query head and layer
@@ -383,13 +398,6 @@ struct VotesCall {
   int64_t count, heads_q, heads, dim, threads;
 };
 
-struct Planes {  // where a span's keys and values [heads, slots, dim] lie in one layer
-  const void *k, *v;
-  int64_t head;                       // numbers between two heads
-  const uint16_t *k_scale, *v_scale;  // as in a Span
-  int64_t scale_head;
-};
-
 struct StackSpan {  // as in Span
   int64_t n, rows;
   const uint8_t* sees;
@@ -405,6 +413,8 @@ struct StackSpan {  // as in Span
   const Head* unequal;   // [layers, heads], as in Span; or null. Without a choice
   const Tally* tally;    // [layers], as in Span; or null
   const float* bias;     // [layers, heads_q], as in Sight; or null. Without `unequal`, and with nothing in common
+  const Planes* shared;  // [layers, shared_slots / SHARED_BLOCK], as in Span; without a choice
+  int64_t shared_slots;
 };
 
 struct LowRank {  // of a linear layer, bfloat16: y += (x down^T) up^T; null: there is nothing

@@ -49,7 +49,7 @@ std::string describe() {
   STRUCTURE(Tally, F(lines), F(heads), F(gone), F(weights), F(scores), F(tempered), F(layer));
   STRUCTURE(Span, F(q), F(k), F(v), F(out), F(lse), F(q_row), F(k_head), F(k_row), F(v_head), F(v_row), F(n),
             F(rows), F(sees), F(common), F(k_scale), F(v_scale), F(k_scale_head), F(v_scale_head), F(sight),
-            F(first), F(sealed), F(heads), F(tally));
+            F(first), F(sealed), F(heads), F(tally), F(shared), F(shared_slots));
   STRUCTURE(Common, F(spans), F(count), F(from), F(to), F(level));
   STRUCTURE(AttentionCall, F(spans), F(count), F(heads_q), F(heads), F(dim), F(kind), F(window), F(threads),
             F(scale), F(commons), F(common_count), F(softcap));
@@ -62,7 +62,7 @@ std::string describe() {
   STRUCTURE(PrefillCall, F(q), F(k), F(v), F(out), F(q_row), F(q_head), F(k_head), F(k_row), F(v_head), F(v_row),
             F(n), F(rows), F(heads_q), F(heads), F(dim), F(kind), F(threads), F(scale), F(k_scale), F(v_scale),
             F(k_scale_head), F(v_scale_head), F(softcap), F(sight), F(sees), F(sees_head), F(sees_row), F(lse),
-            F(unequal));
+            F(unequal), F(shared), F(shared_slots));
   STRUCTURE(Noise, F(seeds), F(rows), F(keys), F(keys_head), F(heads), F(layer));
   STRUCTURE(ReceivedCall, F(q), F(k), F(out), F(ends), F(q_row), F(q_head), F(k_head), F(k_row), F(n), F(rows),
             F(heads_q), F(heads), F(dim), F(kind), F(threads), F(window), F(scale), F(softcap), F(lse), F(noise),
@@ -86,7 +86,8 @@ std::string describe() {
   STRUCTURE(VotesCall, F(spans), F(count), F(heads_q), F(heads), F(dim), F(threads));
   STRUCTURE(Planes, F(k), F(v), F(head), F(k_scale), F(v_scale), F(scale_head));
   STRUCTURE(StackSpan, F(n), F(rows), F(sees), F(common), F(planes), F(done), F(window), F(sinks), F(near),
-            F(beyond), F(seats), F(block), F(first), F(choice), F(sealed), F(unequal), F(tally), F(bias));
+            F(beyond), F(seats), F(block), F(first), F(choice), F(sealed), F(unequal), F(tally), F(bias), F(shared),
+            F(shared_slots));
   STRUCTURE(LowRank, F(down), F(up));
   STRUCTURE(Tuned, F(from), F(to), F(layers));
   STRUCTURE(StackCall, F(layers), F(embeddings), F(count), F(hidden), F(heads_q), F(heads), F(dim), F(x), F(rows),

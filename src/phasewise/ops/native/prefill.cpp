@@ -33,6 +33,22 @@ const PrefillCall& of_head(const PrefillCall& call, long h, PrefillCall& own) {
   return own;
 }
 
+static_assert(SHARED_BLOCK == KEYS);
+
+// A call as its block of slots from `slot` on has it, laid out in `own` if the block is shared.
+const PrefillCall& of_block(const PrefillCall& call, long slot, PrefillCall& own) {
+  if (slot >= call.shared_slots) return call;
+  const Planes& block = call.shared[slot / SHARED_BLOCK];
+  own = call;
+  long size = block.k_scale ? 1 : call.kind == FLOAT ? 4 : 2;
+  own.k = (const char*)block.k - slot * call.k_row * size, own.k_head = block.head;
+  own.v = (const char*)block.v - slot * call.v_row * size, own.v_head = block.head;
+  if (!block.k_scale) return own;
+  own.k_scale = block.k_scale - slot, own.v_scale = block.v_scale - slot;
+  own.k_scale_head = own.v_scale_head = block.scale_head;
+  return own;
+}
+
 // The first slot of a row's window.
 long begin_of(const PrefillCall& call, long row) {
   long end = call.n - call.rows + row + 1;
@@ -132,7 +148,7 @@ template <class T> void pack_all(const PrefillCall& call, float* packed, Shares&
       long b = i % shape.blocks, head = i / shape.blocks;
       const PrefillCall& own = of_head(call, head, room);
       if (b * KEYS >= own.n || unseen<T>(own.sight.sinks, begin_of(own, 0), b / PASS<T> * PASS<T>)) continue;
-      pack<T>(own, shape, head, b * KEYS, packed + i * shape.block);
+      pack<T>(of_block(own, b * KEYS, room), shape, head, b * KEYS, packed + i * shape.block);
     }
 }
 

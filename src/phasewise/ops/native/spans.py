@@ -13,6 +13,7 @@ from phasewise.ops.native import fit, library
 from phasewise.ops.native.abi import (
     AttentionCallStruct,
     CommonStruct,
+    PlanesStruct,
     SealedStruct,
     SidesStruct,
     SightStruct,
@@ -121,7 +122,8 @@ class Few(NamedTuple):
     commons, and neither are those whose first keys and values are `sealed` (bfloat16): these are read where they lie
     packed, and `start` is at most the number of either. Nothing has rounded such numbers; what meets their levels may
     be rounded to bfloat16, or to whole numbers of two bytes (paired.h, sealed.h). `heads` is the address of
-    Head (kernels.h) [H], where each lies by itself; k and v then only say how long the longest is.
+    Head (kernels.h) [H], where each lies by itself; k and v then only say how long the longest is. `shared` says where
+    the slots before `start` lie, BLOCK in each (PlanesStruct), of a span that reads them for itself or for others.
     """
 
     q: Tensor
@@ -133,6 +135,7 @@ class Few(NamedTuple):
     seen: SeenWindow | None = None
     sealed: tuple[Side, Side] | None = None
     heads: int = 0
+    shared: Sequence[PlanesStruct] = ()
 
 
 class Common(NamedTuple):
@@ -233,7 +236,7 @@ def attend(
 
 def _span(few: Few, common: int, out: Tensor, lse: Tensor | None) -> SpanStruct:
     """Its first `common` slots are read in common; results go to `out` and `lse`."""
-    q, k, v, sees, start, scales, seen, sealed, heads = few
+    q, k, v, sees, start, scales, seen, sealed, heads, shared = few
     rows = q.shape[0]
     q = q if q.stride()[1:] == (q.shape[2], 1) else q.contiguous()
     sees = None if sees is None else sees.contiguous()
@@ -247,6 +250,9 @@ def _span(few: Few, common: int, out: Tensor, lse: Tensor | None) -> SpanStruct:
         struct.k_scale_head, struct.v_scale_head = (x.stride(0) for x in scales)
     if seen is not None:
         struct.sight = seen.struct
+    if shared:
+        struct.point("shared", Structures(PlanesStruct, shared))
+        struct.shared_slots = len(shared) * BLOCK
     if sealed is not None:
         struct.point("sealed", SidesStruct(keys=sealed[0].struct, values=sealed[1].struct))
     return struct

@@ -92,6 +92,7 @@ static PrefillCall slice_of(const StackCall& call, const Layer& layer, const Spa
   slice.k_scale = span->k_scale, slice.k_scale_head = span->k_scale_head;
   slice.v_scale = span->v_scale, slice.v_scale_head = span->v_scale_head;
   slice.unequal = span->heads;
+  slice.shared = span->shared, slice.shared_slots = span->shared_slots;
   return slice;
 }
 
@@ -229,6 +230,8 @@ static void fill_spans(const StackCall& call, const Room& room) {
         span.heads = own.unequal + (first_layer(call) + i) * call.heads;
         span.k_scale = span.heads->k_scale, span.v_scale = span.heads->v_scale;  // whether there are any
       }
+      span.shared_slots = own.shared_slots;
+      if (own.shared_slots) span.shared = own.shared + (first_layer(call) + i) * (own.shared_slots / SHARED_BLOCK);
       row += own.rows;
     }
   }

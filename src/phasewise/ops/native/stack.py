@@ -29,7 +29,7 @@ from phasewise.ops.native.abi import (
     address,
 )
 from phasewise.ops.native.choice import Chosen
-from phasewise.ops.native.spans import Common, CommonTable, reaches
+from phasewise.ops.native.spans import BLOCK, Common, CommonTable, reaches
 from phasewise.ops.native.weighed import Weighs
 from phasewise.ops.native.weights import PackedWeights
 
@@ -107,6 +107,8 @@ class StackSpan(NamedTuple):
     only row, of plain KV, does not see all, and says what it attends to. All these are members of no common. `tuned`:
     the address of LowRank (kernels.h) [layers, 4], low-rank weights that its rows run with. `bias`: that of float32
     [layers, Hq], added to the scores of slot 0 as in Seen; such a span is no member of a common either, nor `unequal`.
+    `shared`: the address of Planes [layers, shared_slots / BLOCK], where its first slots lie instead of at `planes`,
+    block by block, and none of its own; such a span is neither `sealed` nor `unequal`, and has no choice.
     """
 
     n: int
@@ -129,6 +131,8 @@ class StackSpan(NamedTuple):
     tuned: int = 0
     narrow: bool = False
     bias: int = 0
+    shared: int = 0
+    shared_slots: int = 0
 
     @property
     def alone(self) -> bool:
@@ -155,6 +159,7 @@ class StackSpan(NamedTuple):
             unequal=unequal and unequal + layers * heads * HeadStruct.byte_count(),
             tuned=tuned and tuned + layers * LINEARS * LowRankStruct.byte_count(),
             bias=bias and bias + layers * heads_q * BIAS_BYTES,
+            shared=self.shared + layers * self.shared_slots // BLOCK * PlanesStruct.byte_count(),
         )
 
     def fill(self, to: StackSpanStruct, common: int) -> None:
@@ -174,6 +179,8 @@ class StackSpan(NamedTuple):
             to.sealed = self.sealed.address
         if self.weighed is not None:
             to.tally = self.weighed.room.address
+        if self.shared_slots:
+            to.shared, to.shared_slots = self.shared, self.shared_slots
         to.unequal, to.bias = self.unequal, self.bias
 
 

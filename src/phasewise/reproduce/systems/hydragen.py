@@ -6,11 +6,14 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from phasewise.bench.drive import Bench
+from phasewise.bench.savers import PROMPTS_FIRST
 from phasewise.engine.assembly import kv_shapes
+from phasewise.engine.limits import Limits
 from phasewise.kv.format import Raw, entry_bytes
-from phasewise.reproduce import loads
+from phasewise.reproduce import batches, loads
 from phasewise.reproduce.lab import Lab
-from phasewise.reproduce.play import LoadEntry, PlayedRun, ask
+from phasewise.reproduce.play import LoadEntry, PlayedRun, ask, play
 from phasewise.reproduce.system import (
     Attempt,
     AttemptOutcome,
@@ -26,8 +29,10 @@ from phasewise.reproduce.system import (
 from phasewise.reproduce.workload import PromptSource
 from phasewise.request.params import Params
 from phasewise.request.request import Request
+from phasewise.verbs.traits import MARGIN
 
 BATCH, OWN, PREFIX = 16, 32, 1024
+WHOLE = 4  # requests that a fixed budget holds with a copy of the prefix each
 
 
 def family(prefix: int, common: bool = True) -> Load:
@@ -64,14 +69,15 @@ ON = Setting({"attend": "hydragen"}, prefix_cache=True)
 
 
 def holders(requests: list[Request], rows: int) -> Iterator[list[Tensor]]:
-    """Keys and values of the first rows of all layers: of the blocks that all have in common, and of each request."""
+    """Keys and values of the first rows of all layers: of the blocks that all have in common, and what each request
+    has of them in its own slabs."""
     kvs = [request.kv for request in requests if request.kv is not None]
     common = set.intersection(*({id(node) for node in kv.nodes} for kv in kvs))
     nodes = [node for node in kvs[0].nodes if id(node) in common]
     yield [plane for node in nodes for planes in node.planes for plane in planes]
     for kv in kvs:
         slabs = [layer.slabs[0] for layer in kv.layers]
-        yield [plane[:, :rows] for slab in slabs for plane in slab.buffer.planes]
+        yield [plane[:, : rows - slab.base] for slab in slabs for plane in slab.buffer.planes if slab.base < rows]
 
 
 def held(lab: Lab, setting: Setting = ON) -> AttemptOutcome:
@@ -91,9 +97,30 @@ def held(lab: Lab, setting: Setting = ON) -> AttemptOutcome:
             engine.cancel(request)
     shapes = kv_shapes(lab.model("pocket", "float32"))
     once = rows * sum(entry_bytes(Raw(), shape) * shape.heads for shape in shapes)
-    wanted, found = (1 + BATCH) * once, sum(apart.values())
-    said = f"{found:,}, {found / once:g} times what the paper's one copy takes"
-    return AttemptOutcome(found == wanted, said)
+    found = sum(apart.values())
+    return AttemptOutcome(found == once, f"{found:,}, {found / once:g} times what one copy takes")
+
+
+def at_once(lab: Lab, setting: Setting, common: bool = True) -> tuple[int, int]:
+    """The most requests that decode in one step, within the KV bytes of WHOLE requests that share nothing; and how many
+    would fit beside one copy of the prefix."""
+    bench, entries = Bench(lab.model("pocket")), family(PREFIX, common)(lab.asked("pocket"))
+    tokens, shared = len(entries[0].prompt) + entries[0].new, entries[0].shared
+    runtime = batches.engine_of(bench, Setting(), 1 << 40, 1).recipes[""]
+    budget = WHOLE * runtime.need(tokens + MARGIN)
+    beside = (budget - shared * runtime.store.row_bytes) // runtime.need(tokens, shared)
+    engine = bench.engine({**PROMPTS_FIRST, **setting.verbs}, Limits(kv_bytes=budget, max_running=BATCH))
+    return max(step.streams for step in play(engine, entries).steps), min(beside, BATCH)
+
+
+def fits(lab: Lab) -> AttemptOutcome:
+    (ours, wanted), (theirs, _) = at_once(lab, ON), at_once(lab, Setting())
+    return AttemptOutcome(ours == wanted > theirs, f"{ours} of {wanted}, where dense attention has {theirs}")
+
+
+def fits_apart(lab: Lab) -> AttemptOutcome:
+    (ours, _), (theirs, _) = at_once(lab, ON, common=False), at_once(lab, Setting(), common=False)
+    return AttemptOutcome(ours == theirs < BATCH, f"{ours}, where dense attention has {theirs}")
 
 
 SYSTEM = System(
@@ -111,16 +138,19 @@ SYSTEM = System(
     promises=("cost", "time"),
     load=family(PREFIX),
     exact=True,
-    missing=("memory: each request keeps a copy of the shared part, so batches are not larger",
-             "prefixes of 16K tokens, beyond the model's context"),
+    missing=("prefixes of 16K tokens, beyond the model's context",),
     counters=(
         Counter("KV bytes read while all decode", "P + sum of S rows per step, instead of B P + sum of S", read,
                 traffic),
     ),
     arithmetic=(KnobRatio("KV bytes read per token", per_token),),
     attempts=(
-        Attempt("counter", "KV bytes of the shared part while all decode",
-                "P rows in the prefix cache and a copy with each of B requests: (B + 1) P rows", held),
+        Attempt("counter", "KV bytes of the shared part while all decode", "P rows, however many requests hold them",
+                held),
+        Attempt("cost", f"requests that decode at once in the KV bytes of {WHOLE} whole ones",
+                f"as many of {BATCH} as fit beside one copy of the prefix, more than dense attention has", fits),
+        Attempt("control", "the same where prompts have nothing in common", "as many as with dense attention",
+                fits_apart, "cost"),
     ),
     timings=(
         Timing("time per token, all requests", 1.0, loads.per_token),
