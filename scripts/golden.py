@@ -4,6 +4,7 @@
     python scripts/golden.py --add attend.new ...  record methods that are new; no entry that there is is touched
     python scripts/golden.py --drop attend.old ... forget entries of cases that are no more
     python scripts/golden.py --kernels             record bfloat16 of instruction sets that the record has not
+    python scripts/golden.py --forget avx2 ...     forget bfloat16 of instruction sets whose arithmetic is another now
     python scripts/golden.py --rewrite-everything  record all cases anew, which forgives every change of behaviour
 
 Tokens, counters and KV bytes in float32 are the same for all kernels, up to recorded near ties. In bfloat16 they are
@@ -105,6 +106,9 @@ def main() -> int:
     parser.add_argument("--add", nargs="+", metavar="CASE", help="methods, or single cases, to record that are new")
     parser.add_argument("--drop", nargs="+", metavar="CASE", help="entries to forget whose methods are no more")
     parser.add_argument("--kernels", action="store_true", help="record bfloat16 of instruction sets that are new")
+    parser.add_argument(
+        "--forget", nargs="+", choices=native.TARGETS, help="instruction sets whose bfloat16 is forgotten"
+    )
     parser.add_argument("--rewrite-everything", action="store_true", help="forget the record and make it anew")
     parser.add_argument("--here", action="store_true", help="compare with this process's kernels alone")
     parser.add_argument("--trace", nargs="+", metavar=("DTYPE", "CASE"), help="print traces as JSON")
@@ -119,7 +123,13 @@ def main() -> int:
         golden.write(made(list(golden.cases())))
         return 0
     record, known = golden.read(), golden.cases()
-    if options.kernels:
+    if options.forget:
+        for entry in record.values():
+            entry["bfloat16"] = {
+                kernels: one for kernels, one in entry["bfloat16"].items() if kernels not in options.forget
+            }
+        golden.write(record)
+    elif options.kernels:
         golden.write(with_kernels(record))
     elif options.drop:
         if wrong := sorted(name for name in options.drop if name in known or name not in record):

@@ -17,6 +17,7 @@ from phasewise.errors import UserError
 from phasewise.llm import LLM
 from phasewise.serve.app import create_app
 from tests.check.fake import Fake
+from tests.ops.targets import OWN, alike
 from tests.serve.tiny_chat import chat_checkpoint
 
 SETTINGS = CheckSettings(tokens=24, mates=4, seed=1)
@@ -82,8 +83,13 @@ def test_a_refusal_of_what_every_server_has_is_a_fault() -> None:
     assert by_verdict(found)["fail"] >= {"stream"}
 
 
-def test_our_own_server_keeps_every_law() -> None:
-    llm = LLM(str(chat_checkpoint()), recipes={"fast": {"draft": "prompt_lookup:k=4"}, "short": {"evict": "streaming"}})
+@pytest.mark.parametrize("dtype", [
+    "float32",
+    pytest.param("bfloat16", marks=pytest.mark.skipif(not alike(OWN), reason="kernels that sum few rows otherwise")),
+])  # fmt: skip
+def test_our_own_server_keeps_every_law(dtype: str) -> None:
+    recipes = {"fast": {"draft": "prompt_lookup:k=4"}, "short": {"evict": "streaming"}}
+    llm = LLM(str(chat_checkpoint()), dtype=dtype, recipes=recipes)
     app = create_app(llm, name="tiny")
 
     async def run() -> Checked:

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
 import torch
 
+from phasewise import catalog
+from phasewise.engine.assembly import kv_shapes
+from phasewise.kv.buffer import Ledger
+from phasewise.kv.format import Raw, RowFormat
+from phasewise.kv.store import Store
+from phasewise.load import load_model
+from phasewise.methods.store.int8 import Int8
 from phasewise.model.model import Model
 from phasewise.ops import native
+from phasewise.request.counters import Counters
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.step import fused
-from tests import tiny
+from phasewise.step.forward import forward
+from phasewise.step.phase import Phase
+from phasewise.step.span import Span
+from tests import seeds, tiny
 from tests.laws import axes
+from tests.ops.targets import OWN, alike
 from tests.watched import passes
 
 LENGTHS = (33, 5, 64, 17, 50)
@@ -97,3 +110,62 @@ def test_steps_of_many_rows_are_cut_and_no_row_changes(most: int, monkeypatch: p
     rows = [each.rows for each in made]
     assert max(rows) <= most + fused.SLICE and len(rows) > engine.counters.forwards, "nothing was cut"
     assert sum(rows) == engine.counters.rows
+
+
+# ---- however many rows are computed together
+TEXT = tiny.prompts(150, vocab=4000)[0]
+STORES = {"raw": Raw(), "int8": Int8().format()}
+
+
+@cache
+def pocket() -> Model:
+    return load_model("pocket", dtype=torch.bfloat16)
+
+
+@torch.inference_mode()
+def in_chunks(sizes: Sequence[int], format: RowFormat) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The rows of TEXT after all layers [150, d], computed in so large pieces, and all that they left in the KV."""
+    of, counters, found, at = pocket(), Counters(), list[torch.Tensor](), 0
+    store = Store(kv_shapes(of), format, ledger=Ledger(64 << 20), counters=counters)
+    kv = store.open(Request([3], GREEDY), len(TEXT))
+    dense = Phase("prefill", None, catalog.build("attend", "dense"), None, None)  # type: ignore[arg-type]
+    for size in sizes:
+        kv.reserve(size)
+        span = Span(Request([3], GREEDY), kv, dense, TEXT[at : at + size], range(at, at + size), None)
+        found.append(forward(of, [span], counters).x.clone())
+        kv.commit(size)
+        at += size
+    assert at == len(TEXT)
+    return torch.cat(found), [p[:, :at] for layer in kv.layers for slab in layer.slabs for p in slab.buffer.planes]
+
+
+def pieces(size: int) -> list[int]:
+    return [min(size, len(TEXT) - at) for at in range(0, len(TEXT), size)]
+
+
+@pytest.mark.skipif(not alike(OWN), reason="no kernels here that sum alike whatever the number of rows")
+@pytest.mark.parametrize("format", STORES.values(), ids=STORES)
+def test_a_row_is_the_same_however_many_are_computed_with_it(format: RowFormat) -> None:
+    """Bit for bit: a prompt at once, in chunks, and after a cached beginning of any number of blocks."""
+    want, kept = in_chunks([150], format)
+    for sizes in [*map(pieces, (7, 33, 64, 65, 100)), *([hit, 150 - hit] for hit in range(16, 150, 16))]:
+        got, planes = in_chunks(sizes, format)
+        assert torch.equal(got, want), sizes
+        assert all(torch.equal(one, other) for one, other in zip(planes, kept, strict=True)), sizes
+
+
+@pytest.mark.skipif(not alike(OWN), reason="no kernels here that sum alike whatever the number of rows")
+@pytest.mark.parametrize("verbs", [{}, {"store": "int8"}, {"draft": "prompt_lookup:k=3"}], ids=str)
+def test_a_conversation_goes_on_as_if_nothing_had_been_cached(verbs: dict[str, str]) -> None:
+    draw = seeds.draw("turns in bfloat16", str(verbs))
+    warm, talk = tiny.engine(verbs, of=pocket()), list[int]()
+    for _ in range(5):
+        talk += [draw.randrange(3, 4000) for _ in range(draw.randint(3, 90))]
+        cold = tiny.outs(tiny.run(tiny.engine(verbs, of=pocket(), prefix_cache=False), [talk], GREEDY))
+        request = Request(talk, GREEDY)
+        warm.add(request)
+        while request.left is None:
+            warm.step()
+        assert [request.out] == cold
+        talk += request.out
+    assert warm.counters.prefix_hits > 0

@@ -51,6 +51,11 @@ def by_levels(target: str, dim: int, kind: torch.dtype) -> bool:
     return target in ("amx", "avx512_fma", "avx512") and kind == torch.bfloat16 and dim % 32 == 0
 
 
+def alike(target: str | None) -> bool:
+    """Whether attention of few rows and of many sums alike in bfloat16. The matrix unit has an order of its own."""
+    return target is not None and target != "amx"
+
+
 def in_pairs(module: ModuleType) -> bool:
     """Whether the kernels that a module calls while they are `running` round what meets packed levels to bfloat16."""
     return "avx512" in _KERNELS and module.library() is _KERNELS["avx512"]

@@ -18,7 +18,7 @@ from phasewise.ops.native.abi import HeadStruct, PrefillCallStruct, SightStruct,
 from phasewise.ops.native.spans import Few, SeenWindow
 from phasewise.step.span import ancestors, depths
 from tests import seeds
-from tests.ops.targets import EACH, NATIVE, drawn, running
+from tests.ops.targets import EACH, NATIVE, alike, drawn, running
 
 KINDS = [torch.bfloat16, torch.float32]
 SHAPES = [(8, 4, 64), (14, 2, 64), (6, 3, 20), (32, 2, 128), (2, 2, 256)]  # heads_q, heads, dim
@@ -202,6 +202,8 @@ def test_slices_of_prompts(number: int, sets: list[str]) -> None:
             kernels, at = native.load(target), 0
             got = lying.slice(kernels)
             torch.testing.assert_close(got.float(), want, rtol=tolerance, atol=tolerance * float(want.abs().max()))
+            with running(target, spans):
+                assert kind == torch.float32 or not alike(target) or torch.equal(read([lying]), got), target
             while at < rows:
                 own = min(draw.randint(1, 80), rows - at)
                 assert torch.equal(lying.rows(at, at + own).slice(kernels), got[at : at + own]), target

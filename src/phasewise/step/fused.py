@@ -316,8 +316,8 @@ class _Call(NamedTuple):
 
 def _calls(whole: _Call, rows: int) -> list[_Call]:
     """A step in calls of about MOST rows. Slices of prompts are cut where a call is full, only between blocks: later
-    rows see the earlier ones in the KV. No piece has SLICE rows or fewer, for another kernel would round those
-    differently; so no row's result depends on the call it is in."""
+    rows see the earlier ones in the KV. No piece has SLICE rows or fewer, for with a matrix unit another kernel would
+    round those differently; so no row's result depends on the call it is in."""
     found: list[_Call] = []
     spans: list[Span] = []  # of the call that is being filled
     own: list[StackSpan] = []

@@ -68,7 +68,15 @@ template <class T> static const T* far_query(const Call& call, const Job& job, l
 
 // Scores of slots that are sinks, by the queries which read them.
 template <class T>
-static void score_sinks(const Call& call, const Job& job, const T* k, long row, long count, float (*scores)[KEYS]) {
+static void score_sinks(const Call& call, const Job& job, const T* k, long row, long count, TurnedJob<TURNED<T>>& turned,
+                        float (*scores)[KEYS]) {
+  if constexpr (TURNED<T>) {
+    float found[QUERIES][KEYS];
+    for (long i = 0; i < job.count; i++) widen_query(far_query<T>(call, job, i), call.dim, turned.far[i]);
+    score_turned(turned.far, turned.keys, call.dim, count, job.count, found);
+    for (long i = 0; i < job.count; i++) memcpy(scores[i], found[i], count * 4);
+    return;
+  }
   for (long j = 0; j < count; j += LANES)
     for (long i = 0; i < job.count; i++) {
       float found[LANES];
@@ -135,11 +143,11 @@ static void read_part(const Call& call, const Job& job, long from, long to, cons
       if (many) score_all_words(queries, words, dim, count, job.count, scores);
 #endif
     long first = job.sinks - slot;
-    if (span.sight.far && first > 0) score_sinks(call, job, k, k_row, first < count ? first : count, scores);
+    if (span.sight.far && first > 0) score_sinks(call, job, k, k_row, first < count ? first : count, turned, scores);
     bend(call, job, cap, slot, scores);
     for (long i = 0; i < job.count; i++) {
       see(call, job, i, slot, end, scores[i]);
-      weigh(scores[i], (float)call.scale, weights[i], i, dim, s);
+      weigh<T>(scores[i], (float)call.scale, weights[i], i, dim, s);
     }
     add_all_values<T, MOST_QUERIES>(weights, v, v_row, count, dim, job.count, s.sum);
   }
@@ -183,7 +191,7 @@ static void read_levels(const Call& call, const Job& job, long from, long to, co
     bend(call, job, cap, slot, scores);
     for (long i = 0; i < job.count; i++) {
       see(call, job, i, slot, end, scores[i]);
-      weigh(scores[i], (float)call.scale, scores[i], i, dim, s);
+      weigh<bf16>(scores[i], (float)call.scale, scores[i], i, dim, s);
       weights[i].take(scores[i], worth);
     }
     add_levels<6>(weights, values, count, dim, job.count, s.sum);
@@ -208,13 +216,9 @@ template <class T> static void finish(const Call& call, const Job& job, const St
 static void join(const Job& job, const State* parts, long dim, State& s) {
   for (long i = 0; i < job.count; i++) {
     s.top[i] = -INFINITY, s.total[i] = 0;
-    memset(s.sum[i], 0, dim * 4);
-    for (long p = 0; p < job.parts; p++) s.top[i] = parts[p].top[i] > s.top[i] ? parts[p].top[i] : s.top[i];
-    for (long p = 0; p < job.parts; p++) {
-      float weight = parts[p].top[i] == -INFINITY ? 0 : expf(parts[p].top[i] - s.top[i]);
-      s.total[i] += weight * parts[p].total[i];
-      for (long d = 0; d < dim; d++) s.sum[i][d] += weight * parts[p].sum[i][d];
-    }
+    memset(s.sum[i], 0, sizeof s.sum[i]);
+    for (long p = 0; p < job.parts; p++)
+      merge(s.top[i], s.total[i], s.sum[i], parts[p].top[i], parts[p].total[i], parts[p].sum[i], dim);
   }
 }
 

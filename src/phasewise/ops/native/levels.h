@@ -17,35 +17,39 @@ constexpr long LEVELS = 64;  // of a row, in a register: a chunk
 // What multiplies four levels of four rows in every quarter of a register: `m` counts the fours of a quarter's levels.
 typedef int8_t OfChunk[4][LEVELS];
 
+// A query's numbers, filled up to whole chunks, as bytes; a largest number below 1e-30 is taken for nothing.
+inline void take_query(const bf16* q, long dim, int8_t* upper, int8_t* lower, int32_t& zero, float& step) {
+  __m512i top = {};
+  for (long d = 0; d < dim; d += LANES) top = _mm512_max_epu32(top, (__m512i)((I)load_floats(q + d) & 0x7fffffff));
+  uint32_t bits = _mm512_reduce_max_epu32(top);  // NaN is larger than all
+  float largest, inverse;
+  memcpy(&largest, &bits, 4);
+  inverse = largest >= 1e-30f && largest <= 3.4e38f ? 32512 / largest : 0;
+  step = largest <= 3.4e38f ? largest / 32512 : NAN;
+  __m512i all = {};
+  for (long d = 0; d < (dim + LEVELS - 1) / LEVELS * LEVELS; d += LANES) {
+    F x = inverse && d < dim ? load_floats(q + d) * inverse : F{};
+    __m512i whole = _mm512_cvtps_epi32((__m512)x);
+    __m512i by = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
+    store(upper + d, _mm512_cvtepi32_epi8(by));
+    store(lower + d, _mm512_cvtepi32_epi8(_mm512_sub_epi32(whole, _mm512_slli_epi32(by, 8))));
+    all = _mm512_add_epi32(all, whole);
+  }
+  zero = 128 * _mm512_reduce_add_epi32(all);
+}
+
 struct LevelQueries {
   alignas(64) OfChunk high[QUERIES][MOST_DIM / LEVELS], low[QUERIES][MOST_DIM / LEVELS];
   int32_t zero[QUERIES];  // what levels of zero, which stand for 128, sum up to
   float step[QUERIES];    // NaN where a number of the query is not finite
 
-  // Query i; a largest number below 1e-30 is taken for nothing.
   void take(long i, const bf16* q, long dim) {
-    __m512i top = {};
-    for (long d = 0; d < dim; d += LANES) top = _mm512_max_epu32(top, (__m512i)((I)load_floats(q + d) & 0x7fffffff));
-    uint32_t bits = _mm512_reduce_max_epu32(top);  // NaN is larger than all
-    float largest, inverse;
-    memcpy(&largest, &bits, 4);
-    inverse = largest >= 1e-30f && largest <= 3.4e38f ? 32512 / largest : 0;
-    step[i] = largest <= 3.4e38f ? largest / 32512 : NAN;
-    __m512i all = {};
+    alignas(64) int8_t upper[MOST_DIM], lower[MOST_DIM];
+    take_query(q, dim, upper, lower, zero[i], step[i]);
     for (long c = 0; c * LEVELS < dim; c++) {
-      alignas(64) int8_t upper[LEVELS] = {}, lower[LEVELS] = {};
-      for (long d = 0; d < LEVELS && c * LEVELS + d < dim; d += LANES) {
-        F x = inverse ? load_floats(q + c * LEVELS + d) * inverse : F{};
-        __m512i whole = _mm512_cvtps_epi32((__m512)x);
-        __m512i by = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
-        store(upper + d, _mm512_cvtepi32_epi8(by));
-        store(lower + d, _mm512_cvtepi32_epi8(_mm512_sub_epi32(whole, _mm512_slli_epi32(by, 8))));
-        all = _mm512_add_epi32(all, whole);
-      }
-      spread(load<__m512i>(upper), high[i][c]);
-      spread(load<__m512i>(lower), low[i][c]);
+      spread(load<__m512i>(upper + c * LEVELS), high[i][c]);
+      spread(load<__m512i>(lower + c * LEVELS), low[i][c]);
     }
-    zero[i] = 128 * _mm512_reduce_add_epi32(all);
   }
 
  private:
@@ -184,7 +188,7 @@ template <bool WHOLE> inline void add_found(const I (&found)[4], float step, flo
     for (int p = 0; p < 2; p++) {
       I sums = (I)_mm512_permutex2var_epi64((__m512i)found[p], half ? second : first, (__m512i)found[p + 2]);
       float* at = sum + (half * 2 + p) * LANES;
-      store(at, load<F>(at) + __builtin_convertvector(sums, F) * step);
+      store(at, fused(__builtin_convertvector(sums, F), splat(step), load<F>(at)));
     }
 }
 

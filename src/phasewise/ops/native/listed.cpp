@@ -181,7 +181,7 @@ template <class T> void read_part(const ListedCall& call, const Plan& plan, long
     }
     for (long i = 0; i < job.count; i++) {
       hide(here, slots, scores[i]);
-      weigh(scores[i], (float)call.scale, weights[i], i, dim, s);
+      weigh<T>(scores[i], (float)call.scale, weights[i], i, dim, s);
     }
     add_values<T>(here, job.count, dim, weights, s);
   });
@@ -213,7 +213,7 @@ void read_levels(const ListedCall& call, const Plan& plan, long number, Block (&
     for (long j = 0; j < KEYS; j += LANES) of_values[j / LANES] = worth(here.v_worth, j);
     for (long i = 0; i < job.count; i++) {
       hide(here, slots, scores[i]);
-      weigh(scores[i], (float)call.scale, scores[i], i, dim, s);
+      weigh<bf16>(scores[i], (float)call.scale, scores[i], i, dim, s);
       weights[i].take(scores[i], of_values);
     }
     add_levels<6>(weights, values, here.count, dim, job.count, s.sum);

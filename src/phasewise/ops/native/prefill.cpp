@@ -1,11 +1,13 @@
 // Attention of many consecutive rows, the last of their sequence: causal, or so by blocks.
 //
-// Keys and values are packed once per call; blocks of queries then pass over them with a running softmax. Blocks of
-// slots start at fixed slots and every sum has one order, so a row's result depends neither on the other rows nor on
-// the number of threads.
+// Keys and values are packed once per call; blocks of queries then pass over them with a running softmax. A row reads
+// what the kernel for few rows (attention.cpp) would have it read, to the bit: see softmax.h for the order of its sums.
+// The matrix unit has an order of its own: there a row's result depends on whether it is one of few or of many.
 #include <stdlib.h>
 
 #include "pass.h"
+#include "plan.h"
+#include "tile.h"
 #if MATRIX_UNIT
 #include "amx_pass.h"
 #endif
@@ -15,23 +17,6 @@ namespace {
 using namespace prompt;
 
 constexpr long TILES = 8;  // that pass together over a block of slots
-
-constexpr float LOWEST = -1e30f;  // below any score; a row may meet blocks of which it sees nothing before others
-
-// A call as one KV head has it, laid out in `own` if the heads lie by themselves: then its slots are those there are.
-const PrefillCall& of_head(const PrefillCall& call, long h, PrefillCall& own) {
-  if (!call.unequal) return call;
-  const Head& head = call.unequal[h];
-  own = call;
-  long size = head.k_scale ? 1 : call.kind == FLOAT ? 4 : 2;
-  own.k = (const char*)head.k + head.begin * call.k_row * size, own.k_head = 0;
-  own.v = (const char*)head.v + head.begin * call.v_row * size, own.v_head = 0;
-  own.k_scale = head.k_scale ? head.k_scale + head.begin : nullptr, own.k_scale_head = 0;
-  own.v_scale = head.v_scale ? head.v_scale + head.begin : nullptr, own.v_scale_head = 0;
-  own.n -= head.begin;
-  if (head.window) own.sight.window = head.window, own.sight.sinks = head.sinks;
-  return own;
-}
 
 static_assert(SHARED_BLOCK == KEYS);
 
@@ -49,29 +34,55 @@ const PrefillCall& of_block(const PrefillCall& call, long slot, PrefillCall& own
   return own;
 }
 
-// The first slot of a row's window.
-long begin_of(const PrefillCall& call, long row) {
-  long end = call.n - call.rows + row + 1;
-  return call.sight.window && end > call.sight.window ? end - call.sight.window : 0;
-}
+// A call as one KV head has it. Slots are counted from the first that it has, `begin`; blocks and parts of them are not.
+struct OfHead {
+  PrefillCall call;
+  long begin, before, blocks;  // `before`: how many slots there would be in the first block before that one
 
-// Whether the blocks that are passed over together from block b on lie between the sinks and a window.
-template <class T> bool unseen(long sinks, long begin, long b) {
-  return b * KEYS >= sinks && (b + PASS<T>) * KEYS <= begin;
-}
+  OfHead(const PrefillCall& all, long h) : call(all), begin(0) {
+    if (all.unequal) take(all.unequal[h]);
+    before = MATRIX_UNIT ? 0 : begin % KEYS;
+    blocks = (call.n + before + KEYS - 1) / KEYS;
+  }
 
-// The log-sum-exp of scores whose largest is 2^top; -inf of none.
-float lse_of(float top, float total) { return total == 0 ? -INFINITY : (top + log2f(total)) * 0.6931471806f; }
+  // The slots of block b are those from here to where the next one begins, or the last.
+  long slot(long b) const { return b ? b * KEYS - before : 0; }
+  long end(long b) const { return slot(b + 1) < call.n ? slot(b + 1) : call.n; }
+  long last(long b, long some) const { return end(b + some - 1 < blocks ? b + some - 1 : blocks - 1); }
+  bool begins_part(long b) const { return b && (begin + slot(b)) % PART == 0; }
+
+  // The first slot of a row's window.
+  long window_at(long row) const {
+    long end = call.n - call.rows + row + 1;
+    return call.sight.window && end > call.sight.window ? end - call.sight.window : 0;
+  }
+
+  // Whether `some` blocks from b on lie between the sinks and a window that begins at `window`.
+  bool unseen(long window, long b, long some) const { return slot(b) >= call.sight.sinks && slot(b + some) <= window; }
+
+ private:
+  void take(const Head& head) {
+    begin = head.begin;
+    long size = head.k_scale ? 1 : call.kind == FLOAT ? 4 : 2;
+    call.k = (const char*)head.k + begin * call.k_row * size, call.k_head = 0;
+    call.v = (const char*)head.v + begin * call.v_row * size, call.v_head = 0;
+    call.k_scale = head.k_scale ? head.k_scale + begin : nullptr, call.k_scale_head = 0;
+    call.v_scale = head.v_scale ? head.v_scale + begin : nullptr, call.v_scale_head = 0;
+    call.n -= begin;
+    if (head.window) call.sight.window = head.window, call.sight.sinks = head.sinks;
+  }
+};
 
 // ---- jobs: the queries `first` .. of a KV head, numbered row * group + query head of the group
-template <class T> struct Job {
+template <class T> struct Work {
+  const OfHead& own;
   const PrefillCall& call;
   const Shape& shape;
   long head, first, count;
   Tile<T> tiles[TILES];
 
-  Job(const PrefillCall& call, const Shape& shape, long head, long first, long count)
-      : call(call), shape(shape), head(head), first(first), count(count) {}
+  Work(const OfHead& own, const Shape& shape, long head, long first, long count)
+      : own(own), call(own.call), shape(shape), head(head), first(first), count(count) {}
 
   long group() const { return call.heads_q / call.heads; }
   long row(long query) const { return query / group(); }
@@ -79,50 +90,53 @@ template <class T> struct Job {
   long size(long tile) const { return count - tile * TILE<T> < TILE<T> ? count - tile * TILE<T> : TILE<T>; }
 
   void start() {
-    long used = (call.dim + PER_WORD<T> - 1) / PER_WORD<T>;
     for (long i = 0; i < count; i++) {
       Tile<T>& tile = tiles[i / TILE<T>];
       long r = i % TILE<T>, query = first + i;
-      tile.top = splat(LOWEST), tile.total[r] = F{};
       tile.limit[r] = call.n - call.rows + own_seen(call.sight, call.rows, row(query));
-      tile.begin[r] = begin_of(call, row(query));
+      tile.begin[r] = own.window_at(row(query));
       tile.sinks = call.sight.window ? call.sight.sinks : 0, tile.turns = call.sight.far && tile.sinks;
       tile.biased = call.sight.bias;
       if (tile.biased) tile.bias[r] = call.sight.bias[head_q(query)] / (float)call.scale;
-      const T* q = (const T*)call.q + row(query) * call.q_row + head_q(query) * call.q_head;
-      const T* far = (const T*)call.sight.far + (row(query) * call.heads_q + head_q(query)) * call.dim;
-      pack_words(q, call.dim, 1, tile.q + r * shape.words);
-      memset(tile.q + r * shape.words + used, 0, (shape.words - used) * 4);
+      typedef Number<T> N;
+      tile.q.take(r, (const N*)call.q + row(query) * call.q_row + head_q(query) * call.q_head, shape);
+      const N* far = (const N*)call.sight.far + (row(query) * call.heads_q + head_q(query)) * call.dim;
+      if (tile.turns) tile.far.take(r, far, shape);
       tile.sees[r] = call.sees ? call.sees + head * call.sees_head + row(query) * call.sees_row : nullptr;
-      if (tile.turns) pack_words(far, call.dim, 1, tile.far + r * shape.words);
-      if (tile.turns) memset(tile.far + r * shape.words + used, 0, (shape.words - used) * 4);
-      memset(tile.sum + r * shape.padded, 0, shape.padded * 4);
+      tile.top_before[r] = -INFINITY, tile.total_before[r] = 0;
+      memset(tile.sum_before + r * shape.padded, 0, shape.padded * 4);
     }
+    for (long t = 0; t * TILE<T> < count; t++) tiles[t].start(size(t), shape);
   }
 
   void read(const float* packed) {
-    Scaling scaling = {(float)(call.scale * 1.4426950408889634), {call.softcap, call.scale}};
-    for (long b = 0; b < shape.blocks; b += PASS<T>, packed += PASS<T> * shape.block) {
+    Scaling scaling = {(float)call.scale, {call.softcap, call.scale}};
+    for (long b = 0; b < own.blocks; b += PASS<T>, packed += PASS<T> * shape.block) {
+      const long slot = own.slot(b), end = own.last(b, PASS<T>);
       bool any = false;
       for (long t = 0; t * TILE<T> < count; t++) {
-        if (tiles[t].limit[size(t) - 1] <= b * KEYS) continue;
+        Tile<T>& tile = tiles[t];
+        if (tile.limit[size(t) - 1] <= slot) continue;
         any = true;
-        if (unseen<T>(tiles[t].sinks, tiles[t].begin[0], b) || !any_seen(tiles[t], size(t), b * KEYS)) continue;
-        pass_over(size(t), tiles[t], shape, packed, b * KEYS, scaling);
+        if (own.begins_part(b)) tile.keep(size(t), shape), tile.start(size(t), shape);
+        if (own.unseen(tile.begin[0], b, PASS<T>) || !any_seen(tile, size(t), slot, end)) continue;
+        pass_over(size(t), tile, shape, packed, slot, end, scaling);
       }
       if (!any) return;
     }
   }
 
   void finish() {
+    typedef Number<T> N;
+    for (long t = 0; t * TILE<T> < count; t++) tiles[t].keep(size(t), shape);
     for (long i = 0; i < count; i++) {
       const Tile<T>& tile = tiles[i / TILE<T>];
-      long r = i % TILE<T>, d = 0;
-      T* out = (T*)call.out + (row(first + i) * call.heads_q + head_q(first + i)) * call.dim;
-      const float* from = tile.sum + r * shape.padded;
-      float total = sum(tile.total[r]), scale = total == 0 ? 0 : 1 / total;  // a row that sees nothing reads 0
-      if (call.lse) call.lse[row(first + i) * call.heads_q + head_q(first + i)] = lse_of(tile.top[r], total);
-      for (; d + LANES <= call.dim; d += LANES) store_floats(out + d, load<F>(from + d) * scale);
+      long r = i % TILE<T>, d = 0, whole = call.dim / PER_STEP<N> * PER_STEP<N>;
+      N* out = (N*)call.out + (row(first + i) * call.heads_q + head_q(first + i)) * call.dim;
+      const float* from = tile.sum_before + r * shape.padded;
+      float total = tile.total_before[r], scale = total == 0 ? 0 : 1 / total;  // a row that sees nothing reads 0
+      if (call.lse) call.lse[row(first + i) * call.heads_q + head_q(first + i)] = tile.top_before[r] + logf(total);
+      for (; d < whole; d += LANES) store_floats(out + d, load<F>(from + d) * scale);
       for (; d < call.dim; d++) put(out + d, from[d] * scale);
     }
   }
@@ -133,7 +147,7 @@ struct Cut {
   long queries, size, jobs;
 
   explicit Cut(const PrefillCall& call) : queries(call.rows * (call.heads_q / call.heads)) {
-    long tile = call.kind == FLOAT ? TILE<float> : TILE<bf16>;
+    long tile = call.kind == FLOAT ? TILE<float> : TILE<bf16>;  // which levels have, too
     long tiles = queries * call.heads / (tile * call.threads * 4) + 1;  // of a job: enough jobs for all
     size = (tiles < TILES ? tiles : TILES) * tile;
     jobs = (queries + size - 1) / size;
@@ -146,53 +160,64 @@ template <class T> void pack_all(const PrefillCall& call, float* packed, Shares&
   for (long from, to; packs.take(from, to);)
     for (long i = from; i < to; i++) {
       long b = i % shape.blocks, head = i / shape.blocks;
-      const PrefillCall& own = of_head(call, head, room);
-      if (b * KEYS >= own.n || unseen<T>(own.sight.sinks, begin_of(own, 0), b / PASS<T> * PASS<T>)) continue;
-      pack<T>(of_block(own, b * KEYS, room), shape, head, b * KEYS, packed + i * shape.block);
+      const OfHead own(call, head);
+      if (b >= own.blocks || own.unseen(own.window_at(0), b / PASS<T> * PASS<T>, PASS<T>)) continue;
+      const PrefillCall& its = of_block(own.call, own.slot(b), room);
+      long slot = own.slot(b), size = its.k_scale ? 1 : sizeof(Number<T>);
+      Side keys = {(const char*)its.k + (head * its.k_head + slot * its.k_row) * size, its.k_row,
+                   its.k_scale ? its.k_scale + head * its.k_scale_head + slot : nullptr};
+      Side values = {(const char*)its.v + (head * its.v_head + slot * its.v_row) * size, its.v_row,
+                     its.v_scale ? its.v_scale + head * its.v_scale_head + slot : nullptr};
+      pack<T>(keys, values, own.end(b) - slot, shape, packed + i * shape.block);
     }
 }
 
 template <class T> void read_all(const PrefillCall& call, const float* packed, Shares& reads) {
   Shape shape = shape_of<T>(call.dim, call.n);
   Cut cut(call);
-  PrefillCall room;
   if (ON_TILES<T>) start_tiles(SIDE);
   for (long from, to; reads.take(from, to);)
     for (long i = from; i < to; i++) {
       long head = i % call.heads, first = (cut.jobs - 1 - i / call.heads) * cut.size;  // the longest first
       long left = cut.queries - first;
-      const PrefillCall& own = of_head(call, head, room);
-      Job<T> job(own, shape, head, first, left < cut.size ? left : cut.size);
-      job.start();
-      job.read(packed + head * shape.blocks * shape.block);
-      job.finish();
+      const OfHead own(call, head);
+      Work<T> work(own, shape, head, first, left < cut.size ? left : cut.size);
+      work.start();
+      work.read(packed + head * shape.blocks * shape.block);
+      work.finish();
     }
   if (ON_TILES<T>) stop_tiles();
 }
 
-Shape shape_for(const PrefillCall& call) {
-  return call.kind == FLOAT ? shape_of<float>(call.dim, call.n) : shape_of<bf16>(call.dim, call.n);
+// What keys and values are packed as decides what runs: work(a pointer to such a number).
+template <class Run> auto by_kind(const PrefillCall& call, const Run& run) {
+  if (call.kind == FLOAT) return run((float*)nullptr);
+#if DOT_INSTRUCTIONS && !MATRIX_UNIT
+  bool scaled = call.unequal ? call.unequal->k_scale : call.k_scale;
+  if (scaled && by_levels<bf16>(call.dim)) return run((int8_t*)nullptr);
+#endif
+  return run((bf16*)nullptr);
 }
 
 }  // namespace
 
 long prefill_room(const PrefillCall& call) {
-  Shape shape = shape_for(call);
-  return call.heads * shape.blocks * shape.block * 4;
+  Shape shape = call.kind == FLOAT ? shape_of<float>(call.dim, call.n) : shape_of<bf16>(call.dim, call.n);
+  return call.heads * shape.blocks * shape.block * 4;  // levels take less
 }
 
-Shares prefill_packs(const PrefillCall& call, int threads) { return {call.heads * shape_for(call).blocks, threads}; }
+Shares prefill_packs(const PrefillCall& call, int threads) {
+  return {call.heads * ((call.n + KEYS - 1) / KEYS), threads};
+}
 
 Shares prefill_reads(const PrefillCall& call, int threads) { return {Cut(call).jobs * call.heads, threads}; }
 
 void prefill_pack(const PrefillCall& call, void* packed, Shares* packs) {
-  if (call.kind == FLOAT) pack_all<float>(call, (float*)packed, *packs);
-  else pack_all<bf16>(call, (float*)packed, *packs);
+  by_kind(call, [&](auto* as) { pack_all<std::remove_pointer_t<decltype(as)>>(call, (float*)packed, *packs); });
 }
 
 void prefill_read(const PrefillCall& call, const void* packed, Shares* reads) {
-  if (call.kind == FLOAT) read_all<float>(call, (const float*)packed, *reads);
-  else read_all<bf16>(call, (const float*)packed, *reads);
+  by_kind(call, [&](auto* as) { read_all<std::remove_pointer_t<decltype(as)>>(call, (const float*)packed, *reads); });
 }
 
 API void prefill(const PrefillCall* call) {

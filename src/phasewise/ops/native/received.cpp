@@ -19,6 +19,20 @@ constexpr float LOG2_E = 1.4426950408889634f;
 
 typedef F Scores[EACH][KEYS / LANES];
 
+// 2^x for x <= 0, 0 below -127; relative error below 2e-7, NaN to NaN
+inline F power_of_two(F x) {
+  x = max(splat(-127.0f), x);
+  F shifted = x + MAGIC;
+  F r = x - (shifted - MAGIC);
+  F p = splat(1.325346313e-3f);
+  p = p * r + 9.672367489e-3f;
+  p = p * r + 5.550799800e-2f;
+  p = p * r + 2.402222360e-1f;
+  p = p * r + 6.931468877e-1f;
+  p = p * r + 1.0f;
+  return (F)((I)p + ((I)shifted << 23));
+}
+
 template <class T> struct Work {
   const ReceivedCall& call;
   const Shape shape;
@@ -106,9 +120,9 @@ template <class T> struct Work {
         if (!score_block(head, tile + t, b, scores)) continue;
         for (long i = 0; i <= last(tile + t) - (tile + t) * EACH; i++) {
           float &highest = top[t * EACH + i], &all = total[t * EACH + i];
-          F most = scores[i][0], found = {};
-          for (long j = 1; j < KEYS / LANES; j++) most = larger(most, scores[i][j]);
-          float now = largest(most) > highest ? largest(most) : highest;
+          F highest_of = scores[i][0], found = {};
+          for (long j = 1; j < KEYS / LANES; j++) highest_of = max(highest_of, scores[i][j]);
+          float now = most(highest_of) > highest ? most(highest_of) : highest;
           if (now == -INFINITY) continue;
           for (long j = 0; j < KEYS / LANES; j++) found += power_of_two(scores[i][j] - now);
           all = all * exp2f(highest - now) + sum(found), highest = now;

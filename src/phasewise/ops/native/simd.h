@@ -55,6 +55,16 @@ template <class V> inline void store(void* p, V v) { memcpy(p, &v, sizeof v); }
 
 inline F splat(float x) { return x - F{}; }
 inline I splat(int32_t x) { return x - I{}; }
+
+// What is computed stands in a register here: else GCC moves sums past each other until registers are short.
+inline void pin(F& x) {
+#if LANES == 4
+  asm volatile("" : "+w"(x));
+#else
+  asm volatile("" : "+v"(x));
+#endif
+}
+
 inline F select(I where, F yes, F no) { return where ? yes : no; }
 
 // a b + c, rounded once whatever stands around it: the compiler may or may not do so by itself.
@@ -103,9 +113,9 @@ inline float sum(F v) {
   return s;
 }
 inline float most(F v) {
-  float m = v[0];
-  for (int i = 1; i < LANES; i++) m = v[i] > m ? v[i] : m;
-  return m;
+  __m128 half = _mm_max_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+  half = _mm_max_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
 }
 #endif
 

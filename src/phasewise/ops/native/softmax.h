@@ -1,4 +1,10 @@
 // Attention of a few queries over a block of slots: scores, the softmax under way, weighted sums of values.
+//
+// What a query reads is the same to the bit whether few rows are computed (attention.cpp) or many (prefill.cpp). Both
+// have the one order that is told here. Register by register, lane i of a score sums the products of words i, i + LANES
+// and so on; `sums_of` adds the lanes, and numbers beyond the last whole register follow one by one. Weights come from
+// `weigh`, block by block; values are added to the sums slot by slot. Parts of PART slots are summed by themselves and
+// joined by `merge`, in order.
 #pragma once
 #include <math.h>
 
@@ -58,8 +64,8 @@ __attribute__((noinline)) static F sums_of(F* v) {
 #endif
 }
 
-// Registers of keys meet registers of queries: `CHUNK<T>` numbers at a time.
-template <class T> constexpr long CHUNK = DOT_INSTRUCTIONS && std::is_same_v<T, bf16> ? 2 * LANES : LANES;
+// Registers of keys meet registers of queries: `PER_STEP<T>` numbers at a time.
+template <class T> constexpr long PER_STEP = DOT_INSTRUCTIONS && std::is_same_v<T, bf16> ? 2 * LANES : LANES;
 static inline F add_products(F acc, const float* q, const float* k) { return acc + load<F>(q) * load<F>(k); }
 static inline F add_products(F acc, const bf16* q, const bf16* k) {
 #if DOT_INSTRUCTIONS
@@ -71,22 +77,22 @@ static inline F add_products(F acc, const bf16* q, const bf16* k) {
 
 // out[lane] = q . rows[lane]; C chunks if known beforehand, else 0
 template <class T, int C> static void score(const T* q, const T* const* rows, long dim, float* out) {
-  long whole = C ? C * CHUNK<T> : dim / CHUNK<T> * CHUNK<T>;
+  long whole = C ? C * PER_STEP<T> : dim / PER_STEP<T> * PER_STEP<T>;
   F parts[LANES];
   for (long j = 0; j < LANES; j++) {
     parts[j] = F{};
-    for (long d = 0; d < whole; d += CHUNK<T>) parts[j] = add_products(parts[j], q + d, rows[j] + d);
+    for (long d = 0; d < whole; d += PER_STEP<T>) parts[j] = add_products(parts[j], q + d, rows[j] + d);
   }
   store(out, sums_of(parts));
   for (long j = 0; whole < dim && j < LANES; j++)
-    for (long d = whole; d < dim; d++) out[j] += to_float(q[d]) * to_float(rows[j][d]);
+    for (long d = whole; d < dim; d++) out[j] = fmaf(to_float(q[d]), to_float(rows[j][d]), out[j]);
 }
 
 template <class T> static void score(const T* q, const T* const* rows, long dim, float* out) {
-  if (dim == CHUNK<T>) score<T, 1>(q, rows, dim, out);
-  else if (dim == 2 * CHUNK<T>) score<T, 2>(q, rows, dim, out);
-  else if (dim == 4 * CHUNK<T>) score<T, 4>(q, rows, dim, out);
-  else if (dim == 8 * CHUNK<T>) score<T, 8>(q, rows, dim, out);
+  if (dim == PER_STEP<T>) score<T, 1>(q, rows, dim, out);
+  else if (dim == 2 * PER_STEP<T>) score<T, 2>(q, rows, dim, out);
+  else if (dim == 4 * PER_STEP<T>) score<T, 4>(q, rows, dim, out);
+  else if (dim == 8 * PER_STEP<T>) score<T, 8>(q, rows, dim, out);
   else score<T, 0>(q, rows, dim, out);
 }
 
@@ -115,23 +121,79 @@ inline void keep_between(float* scores, long from, long to) {
     store(scores + j, select((lane >= first) & (lane < end), load<F>(scores + j), splat(-INFINITY)));
 }
 
-// The scores of one query, times scale, become weights; what was summed before is scaled to the new largest score.
-template <class W> static void weigh(const float* scores, float scale, W* weights, long query, long dim, State& s) {
-  F scaled[KEYS / LANES], top = splat(s.top[query]);
-  for (long i = 0; i < KEYS / LANES; i++) top = max(scaled[i] = load<F>(scores + i * LANES) * scale, top);
-  float highest = most(top);
-  float from = highest == -INFINITY ? 0 : highest;  // nothing seen yet
-  F total = {};
-  for (long i = 0; i < KEYS / LANES; i++) total += scaled[i] = exp_negative(scaled[i] - from);
-  store_weights(weights, scaled);
-  if (s.top[query] == highest) {
-    s.total[query] += sum(total);
-    return;
+// 2^x for x <= 0 (also -inf, and NaN to NaN); relative error below 3e-6, far below what weights of bfloat16 lose
+inline F rough_power_of_two(F x) {
+#if LANES == 16
+  F rest = (F)_mm512_reduce_ps((__m512)x, 0);  // from the nearest integer; 0 for an infinity
+#else
+  F shifted = x + MAGIC, rest = x - (shifted - MAGIC);
+#endif
+  F p = splat(9.570101974e-3f);
+  p = fused(p, rest, splat(5.591786145e-2f));
+  p = fused(p, rest, splat(2.402474484e-1f));
+  p = fused(p, rest, splat(6.931218146e-1f));
+  p = fused(p, rest, splat(9.999992614e-1f));
+#if LANES == 16
+  return (F)_mm512_scalef_ps((__m512)p, (__m512)(x - rest));
+#else
+  return select(x < -126.0f, F{}, (F)((I)p + ((I)shifted << 23)));
+#endif
+}
+
+// The scores of R queries over a block, times scale, become weights; -inf is what one does not see. `top`, the largest
+// score of each so far, and `total`, its sum of weights, go on; its sums of values are to be multiplied with `shrink`. Step
+// by step for all queries, so that none waits for another.
+template <class T, int R>
+inline void weigh(F (*scores)[KEYS / LANES], float scale, float* top, float* total, float* shrink) {
+  constexpr float LOG2_E = 1.44269504f;
+  constexpr bool EXACT = std::is_same_v<T, float>;
+  float before[R], from[R];
+  for (int r = 0; r < R; r++) {
+    F highest = splat(-INFINITY);
+    for (long i = 0; i < KEYS / LANES; i++) {
+      if (EXACT) scores[r][i] *= scale;
+      highest = max(scores[r][i], highest);
+    }
+    float own = EXACT ? most(highest) : most(highest) * scale;
+    before[r] = top[r], top[r] = own > top[r] ? own : top[r];
+    from[r] = top[r] == -INFINITY ? 0 : top[r];  // nothing seen yet
   }
-  float shrink = exp_negative(splat(s.top[query] - from))[0];
-  s.top[query] = highest;
-  s.total[query] = s.total[query] * shrink + sum(total);
-  for (long d = 0; d < dim; d++) s.sum[query][d] *= shrink;
+  for (int r = 0; r < R; r++) {
+    if constexpr (EXACT) {
+      for (long i = 0; i < KEYS / LANES; i++) scores[r][i] -= from[r];
+      exp_negative(*(F(*)[KEYS / LANES])scores[r]);
+    } else {
+      const F by = splat(scale * LOG2_E), less = splat(-from[r] * LOG2_E);
+      for (long i = 0; i < KEYS / LANES; i++) scores[r][i] = rough_power_of_two(fused(scores[r][i], by, less));
+    }
+  }
+  for (int r = 0; r < R; r++) {
+    F all = {};
+    for (long i = 0; i < KEYS / LANES; i++) all += scores[r][i];
+    shrink[r] = before[r] == top[r] ? 1 : exp_negative(splat(before[r] - from[r]))[0];
+    total[r] = total[r] * shrink[r] + sum(all);
+  }
+}
+
+template <class T, class W> void weigh(const float* scores, float scale, W* weights, long query, long dim, State& s) {
+  F own[1][KEYS / LANES];
+  float shrink;
+  memcpy(own, scores, sizeof own);
+  weigh<T, 1>(own, scale, s.top + query, s.total + query, &shrink);
+  store_weights(weights, own[0]);
+  for (long d = 0; shrink != 1 && d < dim; d++) s.sum[query][d] *= shrink;
+}
+
+// The softmax of a part's slots joins that of those before: `sum` and `of_part` have `dim` numbers and room for whole
+// registers.
+__attribute__((noinline)) static void merge(float& top, float& total, float* sum, float part_top, float part_total,
+                                            const float* of_part, long dim) {
+  if (part_total == 0) return;  // none of them was seen
+  float highest = part_top > top ? part_top : top;
+  F before = splat(top == -INFINITY ? 0 : expf(top - highest)), part = splat(expf(part_top - highest));
+  total = fused(splat(part_total), part, splat(total) * before)[0], top = highest;
+  for (long d = 0; d < dim; d += LANES)
+    store(sum + d, fused(load<F>(of_part + d), part, load<F>(sum + d) * before));
 }
 
 typedef float Each __attribute__((vector_size(16)));  // of up to four queries
@@ -259,7 +321,7 @@ static void add_all_values(const Weight<T> (*weights)[KEYS], const T* v, long ro
     for (; d + LEAST * LANES <= dim; d += LEAST * LANES) add_values<Q, LEAST>(weights, v + d, row, count, from(d));
     for (; d < dim; d++)
       for (int q = 0; q < Q; q++)
-        for (long j = 0; j < count; j++) sum[q][d] += to_float(weights[q][j]) * to_float(v[j * row + d]);
+        for (long j = 0; j < count; j++) sum[q][d] = fmaf(to_float(weights[q][j]), to_float(v[j * row + d]), sum[q][d]);
   }
   if constexpr (Q > 1) add_all_values<T, Q - 1>(weights, v, row, count, dim, queries, sum);
 }

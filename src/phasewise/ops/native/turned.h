@@ -41,7 +41,7 @@ inline void score_some(const float (*queries)[MOST_DIM], const float (*keys)[KEY
     for (int i = 0; i < W; i++) store(scores[q] + i * LANES, acc[q][i]);
 }
 
-constexpr int FIT = REGISTERS == 32 ? 6 : 5, ACROSS = REGISTERS == 32 ? 4 : 2;  // whose sums fit the registers
+constexpr int FIT = REGISTERS == 32 ? 6 : 5, BESIDE = REGISTERS == 32 ? 4 : 2;  // whose sums fit the registers
 
 // The same for `size` queries and at least the first `count` keys.
 template <int Q = FIT>
@@ -50,15 +50,15 @@ inline void score_turned(const float (*queries)[MOST_DIM], const float (*keys)[K
   auto from = [](auto* rows, long j) { return (decltype(rows))(rows[0] + j); };
   for (; size >= Q; size -= Q, queries += Q, scores += Q) {
     long j = 0;
-    for (; j + ACROSS * LANES <= count; j += ACROSS * LANES)
-      score_some<Q, ACROSS>(queries, from(keys, j), dim, from(scores, j));
+    for (; j + BESIDE * LANES <= count; j += BESIDE * LANES)
+      score_some<Q, BESIDE>(queries, from(keys, j), dim, from(scores, j));
     for (; j < count; j += LANES) score_some<Q, 1>(queries, from(keys, j), dim, from(scores, j));
   }
   if constexpr (Q > 1) score_turned<Q - 1>(queries, keys, dim, count, size, scores);
 }
 
 template <bool> struct TurnedJob {  // a job's queries and a block of keys
-  alignas(64) float queries[QUERIES][MOST_DIM], keys[MOST_DIM][KEYS];
+  alignas(64) float queries[QUERIES][MOST_DIM], far[QUERIES][MOST_DIM], keys[MOST_DIM][KEYS];
 };
 template <> struct TurnedJob<false> {};
 
