@@ -59,7 +59,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.mark.parametrize("target", targets.EACH)
 def test_on_this_processor(target: str, here: list[str], tmp_path: Path) -> None:
     library = str(native.file(target))
-    assert run(link("g++", [*here, library], tmp_path / "driver")) == (0, "all is well\n")
+    assert run(link("g++", [*here, library], tmp_path / "driver"), target) == (0, "all is well\n")
 
 
 @pytest.fixture(scope="module")
