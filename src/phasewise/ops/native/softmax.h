@@ -166,8 +166,6 @@ inline void weigh(F (*scores)[KEYS / LANES], float scale, float* top, float* tot
       const F by = splat(scale * LOG2_E), less = splat(-from[r] * LOG2_E);
       for (long i = 0; i < KEYS / LANES; i++) scores[r][i] = rough_power_of_two(fused(scores[r][i], by, less));
     }
-  }
-  for (int r = 0; r < R; r++) {
     F all = {};
     for (long i = 0; i < KEYS / LANES; i++) all += scores[r][i];
     shrink[r] = before[r] == top[r] ? 1 : exp_negative(splat(before[r] - from[r]))[0];
@@ -189,8 +187,13 @@ template <class T, class W> void weigh(const float* scores, float scale, W* weig
 __attribute__((noinline)) static void merge(float& top, float& total, float* sum, float part_top, float part_total,
                                             const float* of_part, long dim) {
   if (part_total == 0) return;  // none of them was seen
+  if (total == 0) {
+    top = part_top, total = part_total;
+    memcpy(sum, of_part, dim * 4);
+    return;
+  }
   float highest = part_top > top ? part_top : top;
-  F before = splat(top == -INFINITY ? 0 : expf(top - highest)), part = splat(expf(part_top - highest));
+  F before = splat(expf(top - highest)), part = splat(expf(part_top - highest));
   total = fused(splat(part_total), part, splat(total) * before)[0], top = highest;
   for (long d = 0; d < dim; d += LANES)
     store(sum + d, fused(load<F>(of_part + d), part, load<F>(sum + d) * before));
