@@ -101,7 +101,7 @@ template <class T> struct Tile {
 
 // Weights of a tile's queries for a block as the products with values take them: a register's worth of slots after the
 // other.
-template <class T> struct Weights {
+template <class T> struct BlockWeights {
   alignas(64) float words[TILE<T> * KEYS];
 
   void take(long r, const F* weights, const float*) {
@@ -110,7 +110,7 @@ template <class T> struct Weights {
 };
 
 #if DOT_INSTRUCTIONS
-template <> struct Weights<int8_t> {
+template <> struct BlockWeights<int8_t> {
   LevelWeights of[TILE<int8_t>];
 
   void take(long r, const F* weights, const float* worth) {
@@ -279,7 +279,7 @@ __attribute__((noinline)) void add_values(float* sum, long row, const float* wei
 }
 
 template <class T, int R>
-void add_all_values(Tile<T>& tile, const Shape& shape, const Weights<T>& weights, const float* values, long count) {
+void add_all_values(Tile<T>& tile, const Shape& shape, const BlockWeights<T>& weights, const float* values, long count) {
   long words = (count + PER_WORD<T> - 1) / PER_WORD<T>, d = 0, padded = shape.padded;
   const long whole = PER_WORD<T> == 1 ? padded : shape.dim / PER_STEP<T> * PER_STEP<T>;
   for (; d + WIDE * LANES <= whole; d += WIDE * LANES)
@@ -339,7 +339,7 @@ __attribute__((noinline)) void add_levels(float* sum, long row, const LevelWeigh
 }
 
 template <class T, int R>
-void add_all_values(Tile<int8_t>& tile, const Shape& shape, const Weights<int8_t>& weights, const float* values,
+void add_all_values(Tile<int8_t>& tile, const Shape& shape, const BlockWeights<int8_t>& weights, const float* values,
                     long count) {
   for (long d = 0; d < shape.padded; d += 2 * LANES)
     add_levels<R>(tile.sum + d, shape.padded, weights.of, values + d, (count + 3) / 4);
@@ -365,7 +365,7 @@ void hide_all(const Tile<T>& tile, long queries, long slot, long end, F (*scores
 template <class T, int R>
 void pass(Tile<T>& tile, const Shape& shape, const float* block, long slot, long end, const Scaling& scaling) {
   F scores[R][KEYS / LANES];
-  Weights<T> weights;
+  BlockWeights<T> weights;
   score<T, R>(tile.q, shape, block, scores);
   if (tile.turns && slot < tile.sinks) {
     F far[R][KEYS / LANES];
