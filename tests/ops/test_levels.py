@@ -63,6 +63,8 @@ def some_blocks(kind: str, scale: float | None) -> tuple[Tensor, Tensor]:
         raw[:, :, at : at + 2] = drawn.astype(np.float16)[..., None].view(np.uint8)
     if kind == "MXFP4":
         raw[:, :, 0] = random.integers(120, 130, raw.shape[:2]) if scale is None else 128
+    if kind == "NVFP4":
+        raw[:, :, :4] = random.integers(0, 90, (*raw.shape[:2], 4)) if scale is None else 64
     if kind.endswith("ZEROS"):
         raw[:, :, 2] &= 15
     return torch.from_numpy(raw.reshape(OUTPUTS, -1)), expand(kind, raw)

@@ -2,8 +2,8 @@
 //
 // A weight is `d * (value of its level) + m`. A level is a whole number of `Kind::BITS` bits; its value is the level less
 // `Kind::OFFSET`, or stands in a table. `Kind::GROUP` consecutive inputs of an output share `d` and `m`. A file keeps
-// `Kind::INPUTS` of them in a block of `Kind::BYTES` bytes. The blocks of Q4_0 to Q6_K, IQ4_NL and MXFP4 are those that
-// the ggml project publishes; `gguf/blocks.py` says the same in Python.
+// `Kind::INPUTS` of them in a block of `Kind::BYTES` bytes. The blocks of Q4_0 to Q6_K, IQ4_NL, MXFP4 and NVFP4 are those
+// that the ggml project publishes; `gguf/blocks.py` says the same in Python.
 //
 // A panel has WIDTH outputs, and is as large as their blocks in the file. It holds one block of every output after the
 // other: first the outputs' scales, then the levels of 32 inputs after those of another 32. Of such 32 inputs the high
@@ -101,6 +101,18 @@ struct Powers {  // d = 2^(byte - 128)
     I power = get_bytes(head + at);
     I tiny = power == 0 ? splat(0x00200000) : splat(0x00400000);  // below the smallest normal number
     d = (F)(power < 2 ? tiny : (power - 1) << 23);
+  }
+};
+
+struct EighthBytes {  // a float of 8 bits for each of four groups, without a sign: e4m3, halved
+  static constexpr long BYTES = 4;
+  static constexpr bool MINIMA = false;
+  static void put(const uint8_t* block, uint8_t* head, long output) {
+    for (int g = 0; g < 4; g++) head[g * WIDTH + output] = block[g] == 127 ? 0 : block[g] & 127;  // NaN: 0
+  }
+  static void get(const uint8_t* head, long group, long at, F& d, F&) {
+    // As bits of a float they are 2^120 times too small; below the smallest normal number too.
+    d = (F)(get_bytes(head + group * WIDTH + at) << 20) * 6.64613997892457936e35f;  // 2^119
   }
 };
 
@@ -208,6 +220,15 @@ struct MXFP4 : KindOf<Powers, 4, 32, 32> {  // d is half of what the format says
   static void levels(const uint8_t* block, uint8_t* to) { low_then_high(block + 1, 16, to); }
 };
 
+struct NVFP4 : KindOf<EighthBytes, 4, 16, 64> {  // values as MXFP4's; a tensor's own scale is not in its blocks
+  static constexpr bool TABLE = true;
+  static constexpr int8_t VALUES[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+  static constexpr int OFFSET = 12;
+  static void levels(const uint8_t* block, uint8_t* to) {
+    for (int part = 0; part < 4; part++) low_then_high(block + 4 + part * 8, 8, to + part * 16);
+  }
+};
+
 // Not a file's own: what AWQ, GPTQ and compressed-tensors are brought into. A block is d, the zero if there is one (else
 // it is 8), and bytes of two inputs each, the earlier in the low nibble.
 template <long GROUP_, bool ZEROS>
@@ -278,11 +299,8 @@ template <class Kind> inline int level_at(const uint8_t* section, long output, l
 
 // ---- registers of levels
 // The operand of products of bytes is what a level's value is, plus so much: nothing is below 0 then, where the
-// instructions want that of one side. NEON's want both signed.
-template <class Kind> constexpr int SHIFT = LANES == 4 && Kind::OFFSET == 128 ? 0 : Kind::OFFSET;
-
-// The largest operand is at most this.
-template <class Kind> constexpr int LARGEST = Kind::OFFSET == 128 ? 255 : (1 << (Kind::BITS < 6 ? 5 : 6)) - 1;
+// instructions want that of one side. NEON's want both signed; with AVX2 a large one's sign goes to the other side.
+template <class Kind> constexpr int SHIFT = LANES != 16 && Kind::OFFSET == 128 ? 0 : Kind::OFFSET;
 
 // Bytes of a register, each between 0 and 15, looked up in a table of 16.
 inline I look_up(const uint8_t (&table)[16], I bytes) {

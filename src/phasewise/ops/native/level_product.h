@@ -28,7 +28,7 @@ template <class Kind> struct Packed {
   // hardware foresees. Where the panel ends, the next one mostly follows.
   __attribute__((always_inline)) void fetch(long group) const {
     constexpr long EACH = PANEL_BLOCK<Kind> / Kind::INPUTS * IN_GROUP_OF<Kind>, AHEAD = 4096;
-    if (Kind::INPUTS == Kind::GROUP) return;
+    if (Kind::INPUTS < 256) return;
     const uint8_t* next = panel + group * EACH + AHEAD;
     for (long i = 0; i < EACH; i += 64) __builtin_prefetch(next + i);
   }
@@ -56,6 +56,15 @@ template <long WORDS, bool MINIMA> struct Unpacked {
   void fetch(long) const {}
 };
 
+// What is left of a kind where its levels are unpacked: kinds that are alike in this share their tiles.
+template <long GROUP_, int OFFSET_, bool MINIMA_> struct Operands {
+  static constexpr long GROUP = GROUP_, BITS = 8;
+  static constexpr int OFFSET = OFFSET_;
+  struct Scales {
+    static constexpr bool MINIMA = MINIMA_;
+  };
+};
+
 // ---- bytes
 struct ByteGroup {  // of a row's inputs
   float worth;      // of one step; NaN if the group holds an infinity or NaN, which then spoils its own row and no other
@@ -63,35 +72,46 @@ struct ByteGroup {  // of a row's inputs
   int32_t whole, half;  // sums of the steps: of all, and of the first 16
 };
 
-// acc += products of bytes of two words: `x` signed, `w` at most LARGEST and not below 0, but with NEON
-template <int MOST> inline I two_dots(I acc, I w, I v, I x, I y) {
+struct ByteRows {
+  const int32_t* x;
+  long stride;  // words of a row
+  const ByteGroup* groups;
+  long of_row;  // groups of a row
+
+  ByteRows from(long row) const { return {x + row * stride, stride, groups + row * of_row, of_row}; }
+};
+
 #if LANES == 8
-  if constexpr (MOST < 64) {  // four products fit 16 bits
-    __m256i sums = _mm256_add_epi16(_mm256_maddubs_epi16((__m256i)w, (__m256i)x),
-                                    _mm256_maddubs_epi16((__m256i)v, (__m256i)y));
-    return acc + (I)_mm256_madd_epi16(sums, _mm256_set1_epi16(1));
-  }
+// acc += products of bytes, all of them signed, none of x -128
+inline I signed_dot(I acc, I w, I x) {
+  __m256i sums = _mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)w), _mm256_sign_epi8((__m256i)x, (__m256i)w));
+  return acc + (I)_mm256_madd_epi16(sums, _mm256_set1_epi16(1));
+}
 #endif
+
+// acc += products of the bytes of w and x, and of v and y. `SMALL`: those of w and v are between 0 and 63.
+template <bool SMALL> inline I two_dots(I acc, I w, I v, I x, I y) {
+#if LANES == 8
+  if constexpr (!SMALL) return signed_dot(signed_dot(acc, w, x), v, y);
+  __m256i sums = _mm256_add_epi16(_mm256_maddubs_epi16((__m256i)w, (__m256i)x),
+                                  _mm256_maddubs_epi16((__m256i)v, (__m256i)y));  // four products fit 16 bits
+  return acc + (I)_mm256_madd_epi16(sums, _mm256_set1_epi16(1));
+#else
   return dot(dot(acc, x, w), y, v);
+#endif
 }
 
 template <class Kind_> struct ByBytes {
   typedef Kind_ Kind;
+  typedef ByteRows Inputs;
+  static constexpr bool BYTES = true;
+  template <class Other> using Of = ByBytes<Other>;
   typedef I Acc;
   static constexpr long WORDS = SECTION / 4;           // of a section
   static constexpr int MOST_ROWS_AT_ONCE = LANES == 16 ? 6 : LANES == 8 ? 3 : 4;
   // Whether operands come with so few instructions that rows need not share them.
   static constexpr bool EASY = LANES == 16 && (Kind::BITS == 4 || Kind::BITS == 8);
   static constexpr long CHUNK_SECTIONS = 8;            // that are unpacked at a time, of 2 KB each
-
-  struct Inputs {
-    const int32_t* x;
-    long stride;  // words of a row
-    const ByteGroup* groups;
-    long of_row;  // groups of a row
-
-    Inputs from(long row) const { return {x + row * stride, stride, groups + row * of_row, of_row}; }
-  };
 
   // What the sums of a row over a group of weights, the `part`th of a group of inputs, begin with.
   static I begin(const Inputs& in, long row, long group, int part) {
@@ -115,12 +135,12 @@ template <class Kind_> struct ByBytes {
       }
     }
 #else
-    I w[W], v[W];
-    for (int j = 0; j < W; j++) w[j] = section.bytes(step, 0, at + j * LANES);
-    for (int j = 0; j < W; j++) v[j] = section.bytes(step, 1, at + j * LANES);
-    for (int r = 0; r < R; r++) {
-      I first = splat(x[r * stride + step * 2]), second = splat(x[r * stride + step * 2 + 1]);
-      for (int j = 0; j < W; j++) acc[r][j] = two_dots<LARGEST<Kind>>(acc[r][j], w[j], v[j], first, second);
+    for (int j = 0; j < W; j++) {
+      I w = section.bytes(step, 0, at + j * LANES), v = section.bytes(step, 1, at + j * LANES);
+      for (int r = 0; r < R; r++) {
+        const int32_t* in = x + r * stride + step * 2;
+        acc[r][j] = two_dots<Kind::OFFSET != 128>(acc[r][j], w, v, splat(in[0]), splat(in[1]));
+      }
     }
 #endif
   }
@@ -145,22 +165,25 @@ struct PairOfInputs {
 };
 #endif
 
+struct PairRows {
+  const PairOfInputs* x;
+  long stride;        // pairs of a row
+  const float* sums;  // of 32 inputs each
+  long of_row;        // sums of a row
+
+  PairRows from(long row) const { return {x + row * stride, stride, sums + row * of_row, of_row}; }
+};
+
 template <class Kind_> struct ByBfloats {
   typedef Kind_ Kind;
+  typedef PairRows Inputs;
+  static constexpr bool BYTES = false;
+  template <class Other> using Of = ByBfloats<Other>;
   typedef F Acc;
   static constexpr long WORDS = SECTION / 2;
   static constexpr int MOST_ROWS_AT_ONCE = LANES == 16 ? 6 : 4;
   static constexpr bool EASY = LANES == 16 && Kind::BITS == 4;
   static constexpr long CHUNK_SECTIONS = 4;  // of 4 KB each
-
-  struct Inputs {
-    const PairOfInputs* x;
-    long stride;        // pairs of a row
-    const float* sums;  // of 32 inputs each
-    long of_row;        // sums of a row
-
-    Inputs from(long row) const { return {x + row * stride, stride, sums + row * of_row, of_row}; }
-  };
 
   static F begin(const Inputs&, long, long, int) { return F{}; }
 
@@ -210,11 +233,23 @@ constexpr int level_registers(int rows) {
   return LANES == 4 || rows == 1 || (LANES == 16 && rows <= 3) ? 4 : 2;
 }
 
+// What is read after a panel: every group that a tile multiplies fetches some lines of it. Else memory would be idle
+// while all but the first pass over a panel multiply what already lies in the cache.
+struct Ahead {
+  const char* next;  // or null
+  long lines;        // that are fetched at a time
+
+  void fetch() {
+    if (!next) return;
+    for (long i = 0; i < lines; i++, next += 64) __builtin_prefetch(next, 0, 2);
+  }
+};
+
 // sums[R] += R rows of inputs times the groups of inputs from `from` to `to` of a panel; the weights' first is `from`.
 // Not inlined: GCC then keeps all sums of a group in registers.
 template <class Op, int R, class Source>
-__attribute__((noinline)) void level_tile(const Source weights, const typename Op::Inputs in, long from, long to,
-                                          F (*sums)[WIDTH / LANES]) {
+__attribute__((noinline)) void level_tile(const Source weights, Ahead ahead, const typename Op::Inputs in, long from,
+                                          long to, F (*sums)[WIDTH / LANES]) {
   typedef typename Op::Kind Kind;
   constexpr int W = level_registers(R), PARTS = Kind::GROUP < SECTION ? 2 : 1;
   constexpr long EACH = IN_GROUP_OF<Kind> / SECTION;  // sections of a group of inputs
@@ -224,6 +259,7 @@ __attribute__((noinline)) void level_tile(const Source weights, const typename O
       for (int j = 0; j < W; j++) total[r][j] = sums[r][at + j];
     for (long group = from; group < to; group++) {
       if (!at) weights.fetch(group);
+      if (R > 3) ahead.fetch();
 #pragma GCC unroll 2
       for (int part = 0; part < PARTS; part++) {
         typename Op::Acc acc[R][W];
@@ -249,10 +285,10 @@ __attribute__((noinline)) void level_tile(const Source weights, const typename O
 }
 
 template <class Op, class Source, int R = Op::MOST_ROWS_AT_ONCE>
-void level_tile_of(long rows, const Source& weights, const typename Op::Inputs& in, long from, long to,
-                   F (*sums)[WIDTH / LANES]) {
-  if (rows == R) level_tile<Op, R>(weights, in, from, to, sums);
-  else if constexpr (R > 1) level_tile_of<Op, Source, R == 6 ? 4 : R - 1>(rows, weights, in, from, to, sums);
+void level_tile_of(long rows, const Source& weights, const Ahead& ahead, const typename Op::Inputs& in, long from,
+                   long to, F (*sums)[WIDTH / LANES]) {
+  if (rows == R) level_tile<Op, R>(weights, ahead, in, from, to, sums);
+  else if constexpr (R > 1) level_tile_of<Op, Source, R == 6 ? 4 : R - 1>(rows, weights, ahead, in, from, to, sums);
 }
 
 // Rows of the next tile: few of them are left for the last one, and none is of 5, which spares compilers a sixth.
@@ -262,13 +298,16 @@ template <class Op> inline long rows_of_tile(long left) {
   return left < Op::MOST_ROWS_AT_ONCE ? left : Op::MOST_ROWS_AT_ONCE;
 }
 
-// The same of any number of rows.
+// The same of any number of rows; their tiles fetch `bytes` of what is `ahead`, or null.
 template <class Op, class Source>
-void level_tiles(long rows, const Source& weights, const typename Op::Inputs& in, long from, long to,
-                 F (*sums)[WIDTH / LANES]) {
+void level_tiles(long rows, const Source& weights, const uint8_t* ahead, long bytes, const typename Op::Inputs& in,
+                 long from, long to, F (*sums)[WIDTH / LANES]) {
   for (long r = 0, some; r < rows; r += some) {
     some = rows_of_tile<Op>(rows - r);
-    level_tile_of<Op>(some, weights, in.from(r), from, to, sums + r);
+    const long own = bytes * r / rows / 64 * 64, end = bytes * (r + some) / rows;
+    const long times = (to - from) * (WIDTH / LANES / level_registers((int)some));
+    const Ahead share = {ahead ? (const char*)ahead + own : nullptr, (end - own + times * 64 - 1) / (times * 64)};
+    level_tile_of<Op>(some, weights, share, in.from(r), from, to, sums + r);
   }
 }
 
@@ -308,11 +347,13 @@ template <class Op> struct Chunk {
 template <class Op>
 void multiply_unpacked(long rows, const Packed<typename Op::Kind>& panel, const typename Op::Inputs& in, long groups,
                        F (*sums)[WIDTH / LANES]) {
+  typedef typename Op::Kind Kind;
+  typedef typename Op::template Of<Operands<Kind::GROUP, Op::BYTES ? Kind::OFFSET : 0, Kind::Scales::MINIMA>> Alike;
   Chunk<Op> chunk;
   for (long from = 0; from < groups; from += chunk.IN_GROUPS) {
     long to = from + chunk.IN_GROUPS < groups ? from + chunk.IN_GROUPS : groups;
     chunk.unpack(panel, from, to);
-    level_tiles<Op>(rows, chunk.weights(), in, from, to, sums);
+    level_tiles<Alike>(rows, chunk.weights(), nullptr, 0, in, from, to, sums);
   }
 }
 
@@ -321,12 +362,17 @@ template <class Op> void multiply_levels(const PartProduct& product, const typen
   const long inputs = product.call.weights->inputs, groups = inputs / IN_GROUP_OF<Kind>;
   const long rows = product.call.rows, outputs = product.part.outputs;
   alignas(64) F sums[LEVEL_BLOCK][WIDTH / LANES];
-  for (long p; (p = product.next_panel()) >= 0;) {
-    const Packed<Kind> panel = {(const uint8_t*)product.part.packed + p * level_panel_bytes<Kind>(inputs)};
+  const long bytes = level_panel_bytes<Kind>(inputs);
+  const uint8_t* packed = (const uint8_t*)product.part.packed;
+  for (long p = product.next_panel(), then; p >= 0; p = then) {
+    then = product.next_panel();
+    const Packed<Kind> panel = {packed + p * bytes};
     for (long row = 0; row < rows; row += LEVEL_BLOCK) {
       long some = rows - row < LEVEL_BLOCK ? rows - row : LEVEL_BLOCK;
       memset(sums, 0, some * sizeof sums[0]);
-      if (Op::EASY || rows <= Op::MOST_ROWS_AT_ONCE) level_tiles<Op>(some, panel, in.from(row), 0, groups, sums);
+      const uint8_t* ahead = then < 0 || row ? nullptr : packed + then * bytes;
+      if (Op::EASY || rows <= Op::MOST_ROWS_AT_ONCE)
+        level_tiles<Op>(some, panel, ahead, bytes, in.from(row), 0, groups, sums);
       else if constexpr (!Op::EASY) multiply_unpacked<Op>(some, panel, in.from(row), groups, sums);
       long column = p * WIDTH, count = outputs - column < WIDTH ? outputs - column : WIDTH;
       for (long r = 0; r < some; r++) write(product, row + r, column, count, sums[r]);

@@ -181,6 +181,7 @@ const Inputs BYTES_128_INPUTS = {bytes_room<128>, prepare_bytes<128>};
 const Form LEVEL_FORMS[] = {  // in the order of KINDS in ops/native/levels.py
     BOTH(Q4_0),           BOTH(Q4_1),           BOTH(Q5_0),            BOTH(Q5_1),
     BOTH(Q8_0),           BOTH(Q4_K),           BOTH(Q5_K),            BOTH(Q6_K),
-    BOTH(IQ4_NL),         BOTH(MXFP4),          BOTH(Int4<32, false>), BOTH(Int4<64, false>),
-    BOTH(Int4<128, false>), BOTH(Int4<32, true>), BOTH(Int4<64, true>),  BOTH(Int4<128, true>),
+    BOTH(IQ4_NL),         BOTH(MXFP4),          BOTH(NVFP4),
+    BOTH(Int4<32, false>), BOTH(Int4<64, false>), BOTH(Int4<128, false>),
+    BOTH(Int4<32, true>),  BOTH(Int4<64, true>),  BOTH(Int4<128, true>),
 };

@@ -45,6 +45,7 @@ KINDS = {
     "Q6_K": LevelKind(256, 210),
     "IQ4_NL": LevelKind(32, 18),
     "MXFP4": LevelKind(32, 17),
+    "NVFP4": LevelKind(64, 36),
     "INT4_32": LevelKind(32, 18),
     "INT4_64": LevelKind(64, 34, 64),
     "INT4_128": LevelKind(128, 66, 128),
