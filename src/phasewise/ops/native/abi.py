@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, dataclass_transform
 
 from torch import Tensor
 
+from phasewise.ops.native.levels import WEIGHT_FORMS
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -155,8 +157,10 @@ def address(of: Pointer) -> int:
 
 
 def layout() -> dict[str, str]:
-    """{name in C: its size, then each field with its offset, in words of a text}, as a library says it."""
-    return {name.removesuffix(SUFFIX): _described(kind) for name, kind in STRUCTURES.items()}
+    """{name in C: its size, then each field with its offset, in words of a text}, as a library says it; and how many
+    forms of weights there are."""
+    lie = {name.removesuffix(SUFFIX): _described(kind) for name, kind in STRUCTURES.items()}
+    return lie | {"WeightForm": str(len(WEIGHT_FORMS))}
 
 
 def _described(kind: Any) -> str:

@@ -98,6 +98,7 @@ std::string describe() {
   STRUCTURE(Suffixes, F(link), F(length), F(end), F(first), F(followers), F(from), F(token), F(target), F(next),
             F(table), F(mask), F(states), F(edges), F(last), F(n));
   STRUCTURE(Chain, F(most), F(shortest), F(least), F(only), F(latest), F(onlys), F(latests), F(tokens), F(likely));
+  text += "WeightForm " + std::to_string(WEIGHT_FORMS) + "\n";
   return text;
 }
 

@@ -56,3 +56,4 @@ KINDS = {
 
 # Each of them is two forms: for rows rounded to bfloat16, where levels are exact too, and to int8.
 FORMS = tuple(f"{kind}/{rows}" for kind in KINDS for rows in ("bfloat16", "int8"))
+WEIGHT_FORMS = ("bfloat16", "int8", *FORMS)  # of all weights, as kernels.h numbers them

@@ -15,7 +15,7 @@ from phasewise.ops.native.abi import LinearCallStruct, RowsStruct, Structures, W
 from phasewise.ops.native.room import room
 
 KIND = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}  # the last: blocks of weights
-FORMS = ("bfloat16", "int8", *levels.FORMS)  # as kernels.h numbers them
+FORMS = levels.WEIGHT_FORMS
 WIDTH = 64  # outputs per panel, as in kernels.h
 GROUP = 128  # inputs of a row that share a scale in int8, as in linear8.cpp
 SLICE = 16 << 20  # bytes of a weight that are packed at a time
