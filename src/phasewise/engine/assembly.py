@@ -72,7 +72,7 @@ class Assembly:
         drawers = [each.drawer for each in several if each.drawer is not None]
         shared = Sharing(
             key, private, unit, self.prefixes, partial(methods["store"].blocks, bindings.host, shapes),
-            by_reference=not (keeps or drawers or wire) and self._by_reference(methods, phases, format),
+            by_reference=self._by_reference(methods, phases, format, [*keeps, *drawers, wire]),
         )  # fmt: skip
         store = Store(shapes, format, ledger=self.ledger, counters=counters, sharing=shared, wire=wire)
         store.book(keeps, drawers)
@@ -84,11 +84,14 @@ class Assembly:
             phases, store, bindings.companions(methods, names), bindings.host.sample, traits, asks, lora=lora
         )
 
-    def _by_reference(self, methods: Methods, phases: Sequence[Phase], format: RowFormat) -> bool:
+    def _by_reference(
+        self, methods: Methods, phases: Sequence[Phase], format: RowFormat, also: Sequence[object]
+    ) -> bool:  # fmt: skip
         """True if requests read cached prefixes where they lie: for a method that reads them once for all. Others copy
         them into contiguous rows of their own. So does a request whose rows may be evicted or skipped, given, left for
-        others or travel, or whose rows no native kernel reads as they lie."""
-        if any(own.evict is not None or own.skip is not None for own in phases):
+        others or travel, or whose rows no native kernel reads as they lie. `also`: what methods keep beside rows and in
+        drawers, and the wire; anything but None speaks against it."""
+        if any(each is not None for each in also) or any(own.evict or own.skip for own in phases):
             return False
         decode: Traits = methods["decode"].traits
         attend: Traits = methods["attend"].traits
