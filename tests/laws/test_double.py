@@ -102,10 +102,10 @@ def test_a_prefix_read_once_for_all_gives_the_logits_of_reading_it_alone() -> No
 
 
 def test_three_levels_read_once_for_all_give_the_logits_of_reading_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some share 32 rows, some 64, some 96; one prompt is just what it shares with the others."""
-    text = tiny.prompts(120)[0]
+    """Some share 64 rows, some 128, some 192; one prompt is just what it shares with the others."""
+    text = tiny.prompts(200)[0]
     tails = tiny.prompts(5, 17, 3, 8, 20, seed=1)
-    sharing = [text, text[:96], *([*text[:at], *tail] for at, tail in zip((96, 96, 64, 64, 32), tails))]
+    sharing = [text, text[:192], *([*text[:at], *tail] for at, tail in zip((192, 192, 128, 128, 64), tails))]
     dense, want, _ = run({}, sharing)
     deepest, found = [-1], shared.in_common
 

@@ -279,15 +279,15 @@ class KV:
 
     def dump(self, lent: bool = False) -> Dump:
         """Committed rows as plain tensors, layer by layer: what a hand-off carries. `lent`: buffers by name, for a
-        hand-off of the memory itself."""
-        assert not self.refers, "rows held by reference do not travel"
+        hand-off of the memory itself. Rows held by reference come as copies."""
+        assert not (lent and self.refers), "rows held by reference are copied, not lent"
         out: Dump = []
         for layer in self.layers:
             pieces: list[dict[str, Any]] = [
                 {
                     "heads": s.heads,
                     "positions": None if s.positions is None else s.positions[:, : s.n].clone(),
-                    "planes": [] if lent else [p[:, : s.n].clone() for p in s.buffer.planes],
+                    "planes": [] if lent else layer.copies(s),
                     "lent": [s.buffer.name, s.buffer.heads, s.buffer.cap, s.n, s.buffer.wide] if lent else None,
                 }
                 for s in layer.slabs

@@ -295,6 +295,11 @@ class LayerKV:
             plane[:, : s.n] = kept
         return sum(kept.nbytes for kept in behind)
 
+    def copies(self, s: Slab) -> list[Tensor]:
+        """The planes of a slab's committed rows [h, n, ...], and before them the rows held by reference."""
+        own = [plane[:, : s.n] for plane in s.buffer.planes]
+        return [plane.clone() for plane in own] if self.shared is None else self.shared.joined(own)
+
     def positions(self, s: Slab) -> Tensor:
         """True positions of a slab's committed rows, int64 [1 | h, n]."""
         if s.positions is None:

@@ -164,7 +164,10 @@ inline void weigh(F (*scores)[KEYS / LANES], float scale, float* top, float* tot
       exp_negative(*(F(*)[KEYS / LANES])scores[r]);
     } else {
       const F by = splat(scale * LOG2_E), less = splat(-from[r] * LOG2_E);
-      for (long i = 0; i < KEYS / LANES; i++) scores[r][i] = rough_power_of_two(fused(scores[r][i], by, less));
+      for (long i = 0; i < KEYS / LANES; i++) {
+        F power = fused(scores[r][i], by, less);  // above 0 only by rounding, which may be much of a huge score
+        scores[r][i] = rough_power_of_two(select(power > 0.0f, F{}, power));
+      }
     }
     F all = {};
     for (long i = 0; i < KEYS / LANES; i++) all += scores[r][i];
