@@ -293,8 +293,13 @@ class Quantised:
         if found is None:
             return None
         if found.kind is None:
-            self._tell_expanded(found)
+            fp8 = self._layout.dtype == torch.float8_e4m3fn
+            self._tell(found, "expanded", "fp8 has no kernel yet" if fp8 else "float16 does not hold all of its scales")
             return None
+        if found.columns is not None:
+            self._tell(
+                found, "multiplied after its inputs are gathered, which is slower", "desc_act has mixed its groups"
+            )
 
         def done(_: int, end: int) -> None:
             if end == found.outputs:
@@ -305,12 +310,10 @@ class Quantised:
     def let_go(self, tensor: Tensor) -> None:
         self.checkpoint.let_go(tensor)
 
-    def _tell_expanded(self, matrix: QuantisedMatrix) -> None:
-        """Warn, once a checkpoint, of a matrix that does not stay as small as it is."""
+    def _tell(self, matrix: QuantisedMatrix, what: str, why: str) -> None:
+        """Warn, once a checkpoint, of a matrix that is not as small or as fast as others."""
         if not self._told:
-            fp8 = self._layout.dtype == torch.float8_e4m3fn
-            why = "fp8 has no kernel yet" if fp8 else "float16 does not hold all of its scales"
-            log.warning("%s is expanded, and others like it: %s", matrix.name, why)
+            log.warning("%s is %s (others may be too): %s", matrix.name, what, why)
         self._told = True
 
     def _let_go(self, matrix: QuantisedMatrix) -> None:
