@@ -37,7 +37,7 @@ SHORTER = {
     "phasewise keys new": "",
     "phasewise bench load": "--rate 20 --requests 8",
     "phasewise report": "",
-    "phasewise plan": "--requests 100 --ttft 200 --tpot 40",
+    "phasewise plan": "--requests 300 --ttft 200 --tpot 40",  # too many to be in time all at once
     "phasewise methods": "",
     "phasewise bench methods": "--requests 2 --rounds 1",
     "phasewise reproduce": "--quick --no-time",

@@ -111,10 +111,11 @@ def _spread(some: Sequence[Mapping[str, object]], count: int) -> list[Mapping[st
 # ---- bytes
 @dataclass(frozen=True)
 class Bytes:
-    """Means over the prompts that were looked at. `live`: what a request held at its last token, of rows and of what is
-    kept beside them, None where its KV is out of sight; `read` and `layers`: KV bytes read for a token after the first,
-    and layers run for a row of it; the others for a row of the prompt: KV bytes put down for another engine, KV bytes
-    read (a slice of a prompt reads what is there once for all its rows), layers run."""
+    """Means over the prompts that were looked at. `live`: what a request held at its last token, of rows but those that
+    it refers to in the prefix cache, and of what is kept beside them, None where its KV is out of sight; `read` and
+    `layers`: KV bytes read for a token after the first, and layers run for a row of it; the others for a row of the
+    prompt: KV bytes put down for another engine, KV bytes read (a slice of a prompt reads what is there once for all
+    its rows), layers run."""
 
     live: float | None
     read: float
