@@ -142,3 +142,12 @@ def save_random(config: PreTrainedConfig, directory: Path, **options: object) ->
                 parameter.normal_(0, 1.5 / parameter.shape[-1] ** 0.5)
     model.save_pretrained(directory, **options)
     return model
+
+
+def holds_near(got: Tensor, want: Tensor, worst: float) -> None:
+    """Raises AssertionError unless logits [T, V] differ by less than `worst` of their spread, in the root of the mean
+    square, and greedy tokens are equal wherever the best two lie three times as far apart."""
+    assert (got - want).square().mean().sqrt() < worst * want.std()
+    best, other = want.topk(2).values.T
+    sure = best - other > 3 * worst * want.std()
+    assert torch.equal(got.argmax(1)[sure], want.argmax(1)[sure]) and sure.any()
