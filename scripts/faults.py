@@ -55,6 +55,7 @@ FOLDERS = {
     "engine": ("engine", "request"), "kv": ("kv", "engine", "evict"),
 }  # fmt: skip
 FIRST = {"wrappers": ["tests/laws/test_traits.py"]}  # of an area, before anything of it was planted
+FEW = 4  # files of tests
 PATIENCE = 240  # seconds of one test; it then counts as failed
 LONGEST = 5400  # seconds of one run of tests
 PRELOADED = ("torch", "numpy", "scipy.stats", "safetensors.torch", "tokenizers", "starlette", "httpx", "jinja2")
@@ -293,7 +294,9 @@ def stages(fault: Fault, results: Path) -> list[list[str]]:
     near = [name for name in every if name.startswith(tuple(folders))]
     found, seen = [], {"tests/faults/test_faults_apply.py"}
     quick = [[name for name in stage if name not in slow] for stage in (imports, near)]
-    for stage in (*([name] for name in hints), beside, [GOLDEN] if GOLDEN in every else [], *quick, [*imports, *near]):
+    golden = [GOLDEN] if GOLDEN in every else []  # minutes: a few files that import what is broken come before it
+    first = [quick[0], golden] if len(quick[0]) <= FEW else [golden, quick[0]]
+    for stage in (*([name] for name in hints), beside, *first, quick[1], [*imports, *near]):
         fresh = [name for name in dict.fromkeys(stage) if name not in seen]
         seen.update(fresh)
         if fresh:

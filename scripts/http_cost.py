@@ -31,12 +31,12 @@ Run = Callable[[Sequence[Shot]], tuple[list[ServedRequest], float]]
 Figures = dict[str, dict[str, list[float]]]  # {row: {contender: a figure a round}}
 
 
-def shots(rng: Random, count: int, new: int | None) -> list[Shot]:
+def shots(rng: Random, count: int, new: int | None, vocab: int) -> list[Shot]:
     """So many requests at once; of many lengths where `new` is None."""
     if new is not None:
-        return [Shot(0.0, [rng.randrange(5, 30000) for _ in range(PROMPT)], new) for _ in range(count)]
+        return [Shot(0.0, [rng.randrange(5, vocab) for _ in range(PROMPT)], new) for _ in range(count)]
     sizes = [(int(2 ** rng.uniform(4, 9)), int(2 ** rng.uniform(3, 7))) for _ in range(count)]
-    return [Shot(0.0, [rng.randrange(5, 30000) for _ in range(prompt)], answer) for prompt, answer in sizes]
+    return [Shot(0.0, [rng.randrange(5, vocab) for _ in range(prompt)], answer) for prompt, answer in sizes]
 
 
 def checked(served: list[ServedRequest], who: str) -> list[ServedRequest]:
@@ -53,7 +53,7 @@ def per_token(served: Sequence[ServedRequest]) -> float:
 
 def one_round(contenders: dict[str, Run], rng: Random, args: argparse.Namespace, figures: Figures) -> None:
     for batch in args.batches:
-        asked = shots(rng, batch, args.new)
+        asked = shots(rng, batch, args.new, args.vocab)
         for who, run in contenders.items():
             served = checked(run(asked)[0], who)
             figures.setdefault(f"decode {batch}, tokens/s", {}).setdefault(who, []).append(batch / per_token(served))
@@ -61,7 +61,7 @@ def one_round(contenders: dict[str, Run], rng: Random, args: argparse.Namespace,
                 ttft = served[0].trace.ttft
                 assert ttft is not None
                 figures.setdefault("TTFT alone, ms", {}).setdefault(who, []).append(1e3 * ttft)
-    asked = shots(rng, args.burst, None)
+    asked = shots(rng, args.burst, None, args.vocab)
     for who, run in contenders.items():
         served, seconds = run(asked)
         tokens = sum(one.new_tokens for one in checked(served, who))
@@ -94,7 +94,8 @@ def main() -> None:
     parser.add_argument("options", nargs="*", help="of phasewise serve, after --")
     args = parser.parse_args()
     limits = Limits(None, 64, prefix_cache=False)
-    engine = Bench.load(args.model, args.dtype).engine({}, limits)
+    bench = Bench.load(args.model, args.dtype)
+    engine, args.vocab = bench.engine({}, limits), bench.model.config.vocab
     served = ["--model", args.model, "--dtype", args.dtype, "--no-prefix-cache", *(args.options or ["--draft", "none"])]
 
     def inside(asked: Sequence[Shot]) -> tuple[list[ServedRequest], float]:
