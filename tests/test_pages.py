@@ -43,7 +43,7 @@ SHORTER = {
     "phasewise plan": "--requests 300 --ttft 200 --tpot 40",  # of `steady`'s machine: too many to be in time at once
     "phasewise methods": "",
     "phasewise bench methods": "--requests 2 --rounds 1",
-    "phasewise reproduce": "--quick --no-time",
+    "phasewise reproduce": "--quick",
 }
 NOT_RUN = {
     "python scripts/simulated.py": "half an hour, as the page says",
