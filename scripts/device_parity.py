@@ -24,7 +24,8 @@ from phasewise.errors import UserError
 VERBS = ("attend", "evict", "store", "skip")
 DECODE = ("augment", "c2c", "kv_prediction")
 DRAFT = {"retrieval": "store=random:0", "aded": "store=random:0", "rasd": "source=(retrieval:store=random:0)",
-         "pearl": "where=inline", "paced": "of=(draft_model:k=3)"}  # fmt: skip
+         "pearl": "where=inline", "paced": "of=(draft_model:k=3)", "medusa": "heads=random:0",
+         "hydra": "heads=random:0"}  # fmt: skip
 VERIFY = ("match", "rejection", "k_seq")
 SAMPLE = ("standard", "standard:coupling=gumbel", "momentum", "grammar")
 HOT = "temperature=0.8"

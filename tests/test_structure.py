@@ -15,11 +15,13 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "phasewise"
 LONGEST = 60  # lines of a function
 OUTSIDE = ("methods", "cli", "serve", "bench", "train", "reproduce", "pocket")  # all else is the core
+HEADS = ("speculation", "heads")  # but for this folder: a file for each kind that some method and the trainer share
 
 
 def core(root: Path) -> Iterator[Path]:
     for path in sorted(root.rglob("*.py")):
-        if path.relative_to(root).parts[0] not in OUTSIDE:
+        parts = path.relative_to(root).parts
+        if parts[0] not in OUTSIDE and parts[:2] != HEADS:
             yield path
 
 

@@ -27,6 +27,7 @@ def spell(verb: str, name: str, knobs: dict[str, Any] | None = None) -> str:
     }
     usual = {field.name: field.default for field in dataclasses.fields(cls)}  # "none": it works without, if not told to
     drawn = {knob: value for knob, value in UNTRAINED.items() if knob in known and usual.get(knob) != "none"}
+    drawn |= {"heads": "random:0"} if usual.get("heads") == "auto" else {}  # to others, heads are those of attention
     chosen = second | drawn | held | (knobs or {})
     return name + (":" + ",".join(f"{k}={v}" for k, v in chosen.items()) if chosen else "")
 

@@ -53,3 +53,36 @@ def kv_heads(
         raise UserError("--resume continues a recovery: say how long it is in all, --tokens")
     made = make(job, counting)
     print(f"{made}\nUse it with --model {made}")
+
+
+@app.command("heads")
+def heads(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SRC", help="medusa_lm_head.pt, hydra_lm_head.pt, pytorch_model.bin (EAGLE), or the folder."
+        ),
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the result. It must be new or empty.")],
+    target: Annotated[
+        str | None,
+        typer.Option("--for", metavar="MODEL", help="Their model; needed where heads have no output matrices."),
+    ] = None,
+) -> None:
+    """Make a folder of heads, in safetensors, from Medusa's, Hydra's or EAGLE's own file.
+
+    Of a pickled file nothing but tensors is read. The server itself never opens one.
+
+    [bold]Examples[/]
+
+      phasewise convert heads medusa_lm_head.pt runs/medusa
+      phasewise convert heads hydra_lm_head.pt runs/hydra --for ./vicuna-7b
+      phasewise serve --model ./vicuna-7b --draft medusa:heads=runs/medusa
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"OUT={out} must be new or empty")
+    from phasewise.load import config_of
+    from phasewise.speculation.heads.pickled import convert as make
+
+    drafter = make(source, out, None if target is None else config_of(target).vocab)
+    print(f"{out}\nUse it with --draft {drafter}:heads={out}")

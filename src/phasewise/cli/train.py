@@ -52,7 +52,22 @@ class Learned:
     ] = None
 
 
-STEPS, SMALL, LEARNED = Steps(), Small(), Learned()
+@dataclass(frozen=True)
+class HeadsRun:
+    """The length and the texts of a training of heads."""
+
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to train on, padding included.")] = 500_000
+    depth: Annotated[int, typer.Option(min=1, max=16, help="Heads: later tokens that are guessed.")] = 4
+    rate: Annotated[float, typer.Option(min=1e-8, help="Learning rate.")] = 1e-3
+    sequences: Annotated[int, typer.Option(min=2, help="Number of continuations that the model writes.")] = 2_000
+    new: Annotated[int, typer.Option(min=16, help="Most tokens of a continuation.")] = 96
+    prompts: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help='Texts to continue: JSON lines with "prompt" or "messages".'),
+    ] = None
+
+
+STEPS, SMALL, LEARNED, HEADS_RUN = Steps(), Small(), Learned(), HeadsRun()
 
 
 @app.callback()
@@ -123,6 +138,53 @@ def draft(
         folder, before, after = train_draft(DraftJob(target, out, *sizes, seed, resume))
     print(f"{folder}\nAgrees with the target\n  before its own text: {before}\n  after: {after}")
     print(f"Use it with --draft draft_model:model={folder}")
+
+
+@app.command("heads")
+@spread
+def heads(
+    kind: Annotated[
+        str, typer.Argument(metavar="KIND", help="medusa or hydra. Without one, the list is printed.")
+    ] = "",
+    target: Annotated[
+        str, typer.Option("--for", metavar="MODEL", help="A directory, a .gguf file, a hub id, pocket.")
+    ] = "pocket",
+    out: Annotated[Path | None, typer.Option(help="Folder for the heads, checkpoints and the loss curve.")] = None,
+    run: HeadsRun = HEADS_RUN,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights and data.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint in --out.")] = False,
+) -> None:
+    """Train heads that guess a model's next tokens from its own states.
+
+    The model first writes its text, half of it greedily, half at temperature 1, after library source and generated
+    tasks or the prompts of --prompts. Loops are cut out. The text is kept in the cache and serves all kinds of heads.
+    The model stays frozen; its states are computed step by step. At the end the command prints how often each depth is
+    right on held-out text where the depths before it were, and how many tokens a pass would give.
+
+    [bold]Examples[/]
+
+      phasewise train heads medusa --for pocket --out runs/medusa
+      phasewise train heads hydra --for pocket --out runs/hydra --tokens 2000000
+      phasewise train heads hydra --for pocket --out runs/hydra --tokens 2000000 --resume
+      phasewise run "def add(" --draft medusa:heads=runs/medusa
+    """
+    from phasewise.train.heads.kinds import KINDS, kind_of
+
+    if not kind:
+        print("\n".join(sorted(KINDS)))
+        return
+    kind_of(kind)
+    if out is None:
+        raise UserError(f"say where it goes: --out runs/{kind}")
+    from phasewise.cli.progress import counting
+    from phasewise.train.heads.run import ASIDE, HeadsJob
+    from phasewise.train.heads.run import train as train_heads
+
+    with _running(out / ASIDE, resume):
+        job = HeadsJob(kind, target, out, run.tokens, run.depth, run.rate, run.sequences, run.new, run.prompts, seed,
+                       resume)  # fmt: skip
+        found = train_heads(job, counting)
+    print(f"{out}\n{found}\nUse it with --draft {kind}:heads={out}")
 
 
 @app.command("tools")

@@ -7,6 +7,7 @@ whole models: matrices with Muon (orthogonalised momentum, arXiv 2502.16982), em
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import time
@@ -107,7 +108,9 @@ class TrainingRun(Generic[Trained]):
             "tokens": self.tokens,
             "settings": self.settings,
         }
-        torch.save(state, path.with_suffix(".new"))
+        whole = io.BytesIO()  # torch's own writing hides why it failed; a full disk shall say so
+        torch.save(state, whole)
+        path.with_suffix(".new").write_bytes(whole.getbuffer())
         os.replace(path.with_suffix(".new"), path)
 
     def read(self, path: Path) -> None:

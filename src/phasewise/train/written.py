@@ -88,10 +88,13 @@ def _asked(wording: Templated, line: str, where: str) -> list[int]:
     raise UserError(f'{where} has neither a text "prompt" nor a list "messages" or "turns"')
 
 
-def collect(llm: LLM, prompts: Prompts, path: Path, asked: Params, count: int) -> list[WrittenText]:
+def collect(
+    llm: LLM, prompts: Prompts, path: Path, asked: Params, count: int, tell: Callable[[int], object] | None = None
+) -> list[WrittenText]:
     """`count` continuations, kept in `path`; those that are there already are not written again.
 
-    `asked.temperature` is that of half of them; the rest are greedy. Raises UserError where the target fails.
+    `asked.temperature` is that of half of them; the rest are greedy. `tell` hears how many there are, whenever there
+    are more. Raises UserError where the target fails.
     """
     found = _kept(path)[:count]
     while len(found) < count:
@@ -103,6 +106,8 @@ def collect(llm: LLM, prompts: Prompts, path: Path, asked: Params, count: int) -
             raise UserError(f"the target cannot continue a prompt: {broken.reason}")
         found += [WrittenText(prompt, list(output.tokens)) for prompt, output in zip(given, outputs, strict=True)]
         _keep(path, found)
+        if tell is not None:
+            tell(len(found))
     return found
 
 

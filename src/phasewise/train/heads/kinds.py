@@ -1,0 +1,40 @@
+"""The kinds of heads that can be trained, by name: how one is made for a model, and what it guesses of a block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from phasewise.errors import UserError, near
+from phasewise.train.heads.last_state import HydraKind, MedusaKind
+from phasewise.train.heads.target import FrozenTarget, SeenBlock
+
+
+class HeadsKind(Protocol):
+    """One kind. Its torch module is the one that the drafter serves with."""
+
+    taps: tuple[int, ...]  # layers after which it reads rows, beside the last state
+
+    def build(self, target: FrozenTarget, depth: int) -> nn.Module:
+        """A fresh module of so many heads, or steps of one head, in float32. Seeded by torch."""
+        ...
+
+    def guesses(self, module: Any, target: FrozenTarget, seen: SeenBlock) -> Iterator[Tensor]:
+        """Logits of each depth in turn, [n, V], where that depth is learned (`SeenBlock.wanted`)."""
+        ...
+
+    def config(self, module: Any) -> dict[str, Any]:
+        """The configuration that is stored with the module's tensors."""
+        ...
+
+
+KINDS: dict[str, HeadsKind] = {"hydra": HydraKind(), "medusa": MedusaKind()}
+
+
+def kind_of(name: str) -> HeadsKind:
+    """The kind of this name. Raises UserError with those that there are."""
+    if name not in KINDS:
+        raise UserError(f"unknown kind of heads {name!r}. {near(name, KINDS)}")
+    return KINDS[name]

@@ -1,0 +1,52 @@
+"""Medusa's and Hydra's heads as they are trained: output matrices shared with the model, wide maps of low rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from phasewise.speculation.heads.hydra import HydraHeads, HydraShape
+from phasewise.speculation.heads.last_state import LastStateHeads
+from phasewise.speculation.heads.medusa import MedusaHeads, MedusaShape
+from phasewise.train.heads.target import FrozenTarget, SeenBlock
+
+
+class LastStateKind:
+    """What both share: each head is learned at all positions at once, behind the right tokens. That is exact, for a
+    later guess matters only where the earlier ones were right."""
+
+    taps: tuple[int, ...] = ()
+
+    def guesses(self, module: LastStateHeads, target: FrozenTarget, seen: SeenBlock) -> Iterator[Tensor]:
+        """Logits of each head in turn, float32 [n, V], where it is learned."""
+        for head in range(module.depth):
+            path = target.embed(seen.path(head)) if module.reads_path else None
+            yield module.logits(head, module.state(head, seen.states(head), path), target.unembed)
+
+    def config(self, module: LastStateHeads) -> dict[str, Any]:
+        return module.config()
+
+
+@dataclass(frozen=True)
+class MedusaKind(LastStateKind):
+    """Heads of one residual block each, d^2 + d numbers a head."""
+
+    def build(self, target: FrozenTarget, depth: int) -> MedusaHeads:
+        return MedusaHeads(MedusaShape(target.hidden, target.vocab, depth))
+
+
+@dataclass(frozen=True)
+class HydraKind(LastStateKind):
+    """Heads of one wide block each. Its two maps are of a low `rank`, so that four heads have about as many numbers as
+    four of Medusa's, where full ones would have seven times as many."""
+
+    def build(self, target: FrozenTarget, depth: int) -> HydraHeads:
+        return HydraHeads(HydraShape(target.hidden, target.vocab, depth, rank=self.rank(target.hidden, depth)))
+
+    def rank(self, hidden: int, depth: int) -> int:
+        """The largest rank at which there are no more numbers than in Medusa's heads."""
+        widths = sum(2 * (head + 3) for head in range(depth))  # inputs and outputs of two maps, in widths of the model
+        return max(1, (depth * (hidden + 1) - 2 * depth) // widths)

@@ -1,0 +1,176 @@
+"""One command for all kinds of heads: the model's own text, its states streamed, losses by depth, what was learned.
+
+The model is frozen. Each depth learns the model's whole distribution where the token it guesses was said (soft
+cross-entropy); depth i counts 0.8^i as much as the first.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import AdamW
+
+from phasewise.errors import UserError
+from phasewise.speculation.heads import folder
+from phasewise.train.dense import TokenBlock
+from phasewise.train.heads import acceptance
+from phasewise.train.heads.acceptance import Acceptance
+from phasewise.train.heads.kinds import HeadsKind, kind_of
+from phasewise.train.heads.target import FrozenTarget, SeenBlock
+from phasewise.train.heads.text import Bar, TextJob, write
+from phasewise.train.mixture import Stage
+from phasewise.train.pocket import draw_if_possible
+from phasewise.train.trainer import StepLoss, TrainingRecipe, TrainingRun, fit
+from phasewise.train.written import WrittenBatches, WrittenText
+
+ASIDE, CHECKPOINT = "training", "checkpoint.pt"
+FADING = 0.8  # weight of a depth over that of the one before
+STEP, LARGE = 1024, 16_384  # tokens of a step; a vocabulary beyond LARGE has logits to take a quarter of that for
+DECAY = ((0.1, 1.0), (1.0, 0.02))
+
+
+@dataclass(frozen=True)
+class HeadsJob:
+    """One run. `out` gets config.json, model.safetensors and acceptance.json; out/training has checkpoint.pt,
+    losses.csv and curve.png."""
+
+    kind: str
+    model: str  # a name, directory or file
+    out: Path
+    tokens: int = 500_000
+    depth: int = 4  # heads, or steps of one
+    rate: float = 1e-3
+    sequences: int = 2000  # continuations by the model
+    new: int = 96  # tokens of one
+    prompts: Path | None = None  # JSON lines to continue, instead of source and tasks
+    seed: int = 0
+    resume: bool = False
+
+    @property
+    def aside(self) -> Path:
+        return self.out / ASIDE
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that a resumed run must not change."""
+        given = {name: value for name, value in vars(self).items() if name not in ("out", "resume")}
+        return {**given, "prompts": self.prompts and str(self.prompts)}
+
+    @property
+    def command(self) -> str:
+        words = [f"phasewise train heads {self.kind} --for {self.model} --tokens {self.tokens} --depth {self.depth}",
+                 f"--sequences {self.sequences} --new {self.new} --rate {self.rate:g} --seed {self.seed}"]  # fmt: skip
+        return " ".join(words) + (f" --prompts {self.prompts.name}" if self.prompts else "")
+
+
+def train(job: HeadsJob, bar: Bar) -> Acceptance:
+    """Train one set of heads, write it into `job.out`, and say what it accepts of held-out text.
+
+    Raises UserError for an unknown kind, a model that cannot be a target, a run that cannot be resumed so, a loss that
+    is no number and a full disk; what a checkpoint holds is kept.
+    """
+    kind = kind_of(job.kind)
+    with naming_failures(job):
+        torch.manual_seed(job.seed)
+        target = FrozenTarget(job.model)
+        module = kind.build(target, job.depth)
+        run = TrainingRun(module, [AdamW(module.parameters(), lr=job.rate, betas=(0.9, 0.95), weight_decay=0.0)])
+        run.settings = {**job.settings, "base": target.fingerprint}
+        if job.resume:
+            run.read(job.aside / CHECKPOINT)
+        text = TextJob(job.model, job.sequences, job.new, job.prompts, job.seed)
+        written, heldout, pad = write(text, target.fingerprint, bar)
+        if not written or len(heldout) < 2:
+            raise UserError(f"{job.model} only repeats itself: of {job.sequences} continuations {len(written)} are "
+                            "left without their loops. Give other prompts, or a model that was trained")  # fmt: skip
+        data = WrittenBatches(written, pad, job.seed)
+        fit(run, lambda _, blocks: heads_loss(kind, module, target, blocks), data, recipe(job, target), job.aside)
+        return finish(job, kind, module, target, heldout, pad)
+
+
+def recipe(job: HeadsJob, target: FrozenTarget) -> TrainingRecipe:
+    step = STEP // 4 if target.vocab > LARGE else STEP
+    stage = Stage(1.0, step, step, code=0.0, long=0.0, copies=0.0)
+    return TrainingRecipe(job.tokens, (stage,), decay=DECAY)
+
+
+def heads_loss(kind: HeadsKind, module: nn.Module, target: FrozenTarget, blocks: Sequence[TokenBlock]) -> StepLoss:
+    """Soft cross-entropies of all depths (nats), each the mean over its positions in all blocks."""
+    sums: list[Tensor] = []
+    counts: list[int] = []
+    for block in blocks:
+        seen = target.see(block, kind.taps)
+        said = said_by_the_model(target, seen)
+        for head, logits in enumerate(kind.guesses(module, target, seen)):
+            loss = F.cross_entropy(logits, said(head), reduction="sum")
+            if head == len(sums):
+                sums.append(loss)
+                counts.append(0)
+            else:
+                sums[head] = sums[head] + loss
+            counts[head] += len(logits)
+    means = [total / max(1, count) for total, count in zip(sums, counts)]
+    weights = [FADING**head for head in range(len(means))]
+    total = torch.stack([weight * mean for weight, mean in zip(weights, means)]).sum() / sum(weights)
+    parts = {f"head{head + 1}": float(mean.detach()) for head, mean in enumerate(means)}
+    return StepLoss(total, parts, sum(block.ids.numel() for block in blocks))
+
+
+def said_by_the_model(target: FrozenTarget, seen: SeenBlock) -> Any:
+    """A function of a depth: what the model itself expected where that depth guesses, probabilities [n, V].
+
+    The token at t + 2 + i follows the state at t + 1 + i. All positions go through the output matrix once.
+    """
+    needed = seen.block.targets >= 0
+    needed[:, 0] = False  # no head guesses the root
+    chances = target.log_chances(seen.h[needed]).exp_()
+    place = torch.zeros(needed.shape, dtype=torch.int64, device=needed.device)
+    place[needed] = torch.arange(len(chances), device=needed.device)
+    return lambda head: chances[place[:, head + 1 :][seen.wanted(head)]]
+
+
+def finish(
+    job: HeadsJob, kind: HeadsKind, module: nn.Module, target: FrozenTarget, heldout: Sequence[WrittenText], pad: int
+) -> Acceptance:
+    """Measure the heads and write them. One half of the held-out texts says which ranks are right how often, the other
+    what is accepted. What is written in 16 bits is what is measured."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(parameter.bfloat16())
+    found = acceptance.ranks(kind, module, target, heldout, pad)
+    half = len(found) // 2
+    table = acceptance.accuracy(found[:half], job.depth)
+    measured = acceptance.measure(found[half:], table)
+    own = {"base": target.fingerprint, "command": job.command, "accuracy": table, "measured": measured.as_dict()}
+    folder.write(job.out, kind.config(module) | {"torch_dtype": "bfloat16", folder.OWN: own}, module.state_dict(),
+                 torch.bfloat16)  # fmt: skip
+    draw_if_possible(job.aside)
+    return measured
+
+
+@contextmanager
+def naming_failures(job: HeadsJob) -> Iterator[None]:
+    """Turns what may happen to a long run into an error that names it and the way on."""
+    again = f"what was learned until then is in {job.aside / CHECKPOINT}, if that is there: go on with --resume"
+    try:
+        yield
+    except FloatingPointError as error:
+        raise UserError(f"{error}, now --rate {job.rate:g}. Begin anew with a lower one") from error
+    except (OSError, SafetensorError) as error:
+        if not disk_is_full(error):
+            raise
+        raise UserError(f"the disk of {job.out} is full ({error}): make room; {again}") from error
+
+
+def disk_is_full(error: Exception) -> bool:
+    """True if a write failed for want of room, which safetensors says in words of its own."""
+    return (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left" in str(error)
