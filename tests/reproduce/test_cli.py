@@ -69,7 +69,7 @@ def test_all_systems_are_written_down(
 
 def test_a_run_that_was_broken_off_goes_on(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is there is not measured again, unless it follows from another file, rule or version; nothing of it is lost
-    while others have their turn. Each tells its own machine."""
+    while others have their turn, or are named alone. Each tells its own machine."""
     file, out = tmp_path / "found.json", tmp_path / "reproduced.md"
     words = ("reproduce", "--all", "--quick", "--no-time", "--json", file, "--out", out)
     monkeypatch.setattr("phasewise.reproduce.index.names", lambda: ["prompt_lookup"])
@@ -78,6 +78,7 @@ def test_a_run_that_was_broken_off_goes_on(cli: Cli, tmp_path: Path, monkeypatch
     found["reports"][0]["note"] = "from before"
     file.write_text(json.dumps(found))
     monkeypatch.setattr("phasewise.reproduce.index.names", lambda: ["fastgen", "prompt_lookup"])
+    assert cli("reproduce", "fastgen", "--quick", "--no-time", "--json", file).code == 0  # beside what is there
     assert cli(*words).code == 0
     assert out.read_text().index("## DeepSpeed-FastGen") < out.read_text().index("*Note.* from before")
     assert len(json.loads(file.read_text())["reports"]) == 2

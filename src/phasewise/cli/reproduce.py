@@ -35,7 +35,11 @@ class ReproduceOutput:
     ] = None
     json: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Results as JSON. With --all: what is kept (default: beside the page)."),
+        typer.Option(
+            metavar="FILE",
+            help="Results as JSON; what it holds of other systems stays. With --all: what is kept (default: beside the "
+            "page).",
+        ),
     ] = None
     anew: Annotated[
         bool,
@@ -43,13 +47,13 @@ class ReproduceOutput:
     ] = False
 
     def file(self, all_: bool) -> Path | None:
-        """Where results are written, and with --all read before."""
+        """Where results are written, and read before."""
         return self.json or (self.out.with_suffix(".json") if all_ else None)
 
     def kept(self, all_: bool) -> dict[str, Report]:
         """What was found before, by name. Raises UserError for a file that is none of these."""
         path = self.file(all_)
-        return _kept(path) if all_ and not self.anew and path is not None and path.exists() else {}
+        return _kept(path) if not self.anew and path is not None and path.exists() else {}
 
 
 @dataclass(frozen=True)
@@ -89,8 +93,9 @@ def reproduce(
     """Try a published system's claim here, against a baseline and a control that must lose.
 
     Counters are checked against closed forms, answers, cost and time against the baseline and against rivals. The
-    verdict (holds, partly, not here) follows by rule. One system takes a minute or two; --all is meant to take two
-    hours on two cores. It keeps what it has found, goes on there when it is started again, and says how long is left.
+    verdict (holds, partly, not here) follows by rule. A drafter takes a minute, a method that gives rows up or reads
+    fewer up to half an hour, and --all some hours on two cores. It keeps what it has found, goes on there when it is
+    started again, and says how long is left.
 
     [bold]Examples[/]
 
@@ -113,7 +118,7 @@ def reproduce(
     wanted = names or index.names()
     with Lab.open(scale) as lab:
         for each in wanted:
-            reports.append(_one(each, lab, all_, kept.get(each)))
+            reports.append(_one(each, lab, all_, kept.get(each) if all_ else None))
             if file is not None:
                 _save(file, reports, kept)
             if all_:  # after each of them: it takes long
