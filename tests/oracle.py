@@ -74,10 +74,11 @@ def _experts(x: Tensor, w: dict[str, Tensor], at: str, config: dict[str, Any]) -
 
 
 @torch.inference_mode()
-def logits(path: str | Path, tokens: Sequence[int]) -> Tensor:
-    """Logits, float32 [len(tokens), vocabulary], of the checkpoint in the directory `path`."""
+def states(path: str | Path, tokens: Sequence[int]) -> list[Tensor]:
+    """The residual stream, float32 [len(tokens), hidden]: as it enters each layer, and as it leaves the last."""
     config, w = _read(Path(path))
     x, eps = w["model.embed_tokens.weight"][list(tokens)], config["rms_norm_eps"]
+    found = [x]
     for i in range(config["num_hidden_layers"]):
         at = f"model.layers.{i}."
         x = x + _attention(_norm(x, w[at + "input_layernorm.weight"], eps), w, at + "self_attn.", config)
@@ -86,8 +87,27 @@ def logits(path: str | Path, tokens: Sequence[int]) -> Tensor:
             x = x + _experts(h, w, at + "block_sparse_moe.", config)
         else:
             x = x + _mlp(h, w, *(f"{at}mlp.{name}_proj" for name in ("gate", "up", "down")))
-    head = w["model.embed_tokens.weight" if config.get("tie_word_embeddings") else "lm_head.weight"]
-    return _norm(x, w["model.norm.weight"], eps) @ head.T
+        found.append(x)
+    return found
+
+
+@torch.inference_mode()
+def last(path: str | Path, x: Tensor) -> Tensor:
+    """The final norm of what leaves the last layer."""
+    config, w = _read(Path(path))
+    return _norm(x, w["model.norm.weight"], config["rms_norm_eps"])
+
+
+@torch.inference_mode()
+def unembedded(path: str | Path, h: Tensor) -> Tensor:
+    """The product with the output head."""
+    config, w = _read(Path(path))
+    return h @ w["model.embed_tokens.weight" if config.get("tie_word_embeddings") else "lm_head.weight"].T
+
+
+def logits(path: str | Path, tokens: Sequence[int]) -> Tensor:
+    """Logits, float32 [len(tokens), vocabulary], of the checkpoint in the directory `path`."""
+    return unembedded(path, last(path, states(path, tokens)[-1]))
 
 
 def greedy(path: str | Path, prompt: Sequence[int], n: int) -> tuple[list[int], list[float]]:

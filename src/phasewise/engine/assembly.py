@@ -73,6 +73,7 @@ class Assembly:
         shared = Sharing(
             key, private, unit, self.prefixes, partial(methods["store"].blocks, bindings.host, shapes),
             by_reference=self._by_reference(methods, phases, format, [*keeps, *drawers, wire]),
+            beside=phases[0].decode.token_rows,
         )  # fmt: skip
         store = Store(shapes, format, ledger=self.ledger, counters=counters, sharing=shared, wire=wire)
         store.book(keeps, drawers)
@@ -101,7 +102,7 @@ class Assembly:
 
     def keep(self, runtimes: Collection[Runtime]) -> None:
         """These are all that there are: free cached prompts and adapters of others."""
-        trees = {id(runtime.store.tree) for runtime in runtimes}
+        trees = {id(tree) for runtime in runtimes for tree in runtime.store.trees}
         self.prefixes.keep(lambda tree: id(tree) in trees)
         self.loras.keep(runtime.lora for runtime in runtimes)
 
@@ -115,11 +116,11 @@ class Assembly:
         self._bindings.append((sample, bindings))
         return bindings
 
-    def _companion(self, name: str, model: Model) -> Companion:
+    def _companion(self, name: str, model: Model, kind: type[Companion] = Companion) -> Companion:
         store = Store(kv_shapes(model), Raw(), ledger=self.ledger, counters=self.counters)
         # nobody decodes with it
         phase = Phase(name, decode=None, attend=self.defaults["attend"], adapted=False)  # type: ignore[arg-type]
-        return Companion(name, model, store, phase, self.counters)
+        return kind(name, model, store, phase, self.counters)
 
     def _form(self, method: Any, unit: int) -> tuple[RowFormat, Wire | None]:
         """In what form a store method keeps rows, and in what form they travel, if it has a say in that."""

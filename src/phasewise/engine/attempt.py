@@ -67,6 +67,7 @@ class StepAttempt:
     """Runs spans through the model and lets their decode methods judge; the KV is left uncommitted."""
 
     def __init__(self, model: Model, counters: Counters, taps: set[int]) -> None:
+        """`taps`: layers whose output some phase wants to see (`Phase.taps`)."""
         self.model, self.counters, self.taps = model, counters, taps
         self._room = Scratch()
         self._finite = FiniteCheck(model)
@@ -98,7 +99,8 @@ class StepAttempt:
     def _attempt(self, spans: list[Span], waiting: Sequence[Request] = ()) -> list[Settled | None]:
         if not self.model.head_finite:
             raise NotFinite("the output head has weights that are not finite")
-        hidden = forward(self.model, spans, self.counters, self.taps, self._room)
+        taps = set[int]().union(*(span.phase.taps for span in spans)) if self.taps else None
+        hidden = forward(self.model, spans, self.counters, taps, self._room)
         decode = spans[0].phase.decode
         for span in spans:
             if span.layers is not None or span.phase.decode is not decode:

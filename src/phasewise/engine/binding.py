@@ -93,11 +93,12 @@ def name(verb: str, method: Any) -> str:
 
 @dataclass(frozen=True)
 class _Bound:
-    """A method, its runtime, and the second models it asked for."""
+    """A method, its runtime, the second models it asked for, and the layers whose output it wants to see."""
 
     method: Any
     runtime: Any
     companions: tuple[Companion, ...]
+    taps: frozenset[int]
 
 
 class Bindings:
@@ -117,8 +118,8 @@ class Bindings:
         self._asked: list[Companion] = []  # every second model, in order
         ask = host.companion
 
-        def companion(name: str, model: Model) -> Companion:
-            self._asked.append(ask(name, model))
+        def companion(name: str, model: Model, *kind: type[Companion]) -> Companion:
+            self._asked.append(ask(name, model, *kind))
             return self._asked[-1]
 
         host.companion = companion
@@ -134,9 +135,13 @@ class Bindings:
         except TypeError:
             key = id(method)  # which stays its own: the method is kept
         if key not in self._bound:
-            before = len(self._asked)
-            runtime = self.host.bind(method)
-            self._bound[key] = _Bound(method, runtime, tuple(self._asked[before:]))
+            before, every, self.host.taps = len(self._asked), self.host.taps, set()
+            try:
+                runtime = self.host.bind(method)
+            finally:
+                taps, self.host.taps = frozenset(self.host.taps), every
+            every |= taps
+            self._bound[key] = _Bound(method, runtime, tuple(self._asked[before:]), taps)
         return self._bound[key]
 
     def companions(self, methods: Methods, names: Sequence[str]) -> list[Companion]:
@@ -172,6 +177,9 @@ class Bindings:
         key = phase, id(runtime), id(slots["attend"]), id(slots["evict"]), id(slots["skip"])
         if key not in self._phases:
             whole = any(self._acting(methods, verb, phase).traits.whole_prompts for verb in SHARED)
-            made = Phase(phase, runtime, slots["attend"], slots["evict"], slots["skip"], HOLDS.get(phase), whole)
+            taps = self._find(decode).taps
+            made = Phase(
+                phase, runtime, slots["attend"], slots["evict"], slots["skip"], HOLDS.get(phase), whole, taps=taps
+            )
             self._phases[key] = made
         return self._phases[key]

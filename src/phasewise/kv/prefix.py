@@ -218,11 +218,11 @@ class PrefixCache:
         self.retained = RetainedStore()
         self._ticks = itertools.count()
 
-    def tree(self, key: str, unit: int = 1) -> PrefixTree:
+    def tree(self, key: str, unit: int = 1, *, silent: bool = False) -> PrefixTree:
         """The tree of a key, which names all that shapes rows besides their tokens, `unit` included: whoever says the
-        same shares it."""
+        same shares it. `silent`: nobody is told of its blocks, as they are no KV."""
         if key not in self.trees:
-            self.trees[key] = PrefixTree(key, self.ledger, unit, self._ticks, self.events)
+            self.trees[key] = PrefixTree(key, self.ledger, unit, self._ticks, None if silent else self.events)
         return self.trees[key]
 
     @property

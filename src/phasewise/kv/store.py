@@ -15,9 +15,10 @@ from phasewise.kv.cache import KV
 from phasewise.kv.drawers import Drawers, Draws, Room
 from phasewise.kv.format import KVShape, RowFormat, booked, entry_bytes
 from phasewise.kv.layer_kv import LayerKV
-from phasewise.kv.prefix import LayerRows, PrefixCache
+from phasewise.kv.prefix import LayerRows, PrefixCache, PrefixTree
 from phasewise.kv.retained import RetainedKV
 from phasewise.kv.tiers.codec import BlockCodec, BlockLayout, RawBlocks
+from phasewise.kv.token_rows import CachedTokenRows, TokenRows
 from phasewise.kv.wire import Wire
 from phasewise.ops.native.spans import BLOCK
 from phasewise.request.counters import Counters
@@ -40,7 +41,8 @@ class Sharing:
     that rewritten rows never meet exact ones (DESIGN law 10); None switches reuse off. The last `private` rows of a
     prompt are always computed. Prompt rows depend on tokens of their own `unit` rows and before (block-causal
     attention), so prefixes are shared in whole units. `by_reference`: requests read cached rows where they lie instead
-    of copying them (kv/shared_rows.py); nothing may then move or give up rows of a prompt.
+    of copying them (kv/shared_rows.py); nothing may then move or give up rows of a prompt. `beside`: what methods keep
+    of each token in drawers, which must come along with the rows (kv/token_rows.py).
     """
 
     prefix_key: str | None = None
@@ -49,6 +51,7 @@ class Sharing:
     prefixes: PrefixCache | None = None  # of all stores under one ledger; None: the store has its own
     codec: Callable[[BlockLayout], BlockCodec | None] | None = None  # the form of blocks on disk; None: as they are
     by_reference: bool = False
+    beside: Sequence[TokenRows] = ()
 
 
 class Store:
@@ -78,6 +81,10 @@ class Store:
             key, unit = f"{key} by reference", lcm(unit, BLOCK)
         self.prefixes = self.sharing.prefixes or PrefixCache(ledger)
         self.tree = self.prefixes.tree(key, unit) if key is not None else None
+        self.beside = [
+            CachedTokenRows(rows, self.prefixes.tree(f"{key} with {rows.key}", unit, silent=True))
+            for rows in (self.sharing.beside if key is not None else ())
+        ]
         if self.tree is not None and self.prefixes.tiers is not None and self.tree.below is None:
             layout = BlockLayout.of(self.shapes, format, self.tree.block)
             coded = None if self.sharing.codec is None else self.sharing.codec(layout)
@@ -168,6 +175,7 @@ class Store:
                 kv.refer(kv.nodes)
                 blocks = blocks[len(kv.nodes) :]
             self.counters.kv_bytes_moved += self.tree.copy_into(blocks, layers)
+            self.counters.kv_bytes_moved += sum(each.give(request, hit) for each in self.beside)
             self.counters.prefix_hits += hit
             request.computed = request.cached = kv.reused = hit
             kv.changed()
@@ -175,8 +183,10 @@ class Store:
 
     def _findable(self, request: Request) -> list[int]:
         """The tokens of a prompt whose rows it may take from the prefix cache."""
-        most = min(request.cacheable, request.prompt_len - self.sharing.private)
-        return request.tokens[: max(0, most)]
+        tokens = request.tokens[: max(0, min(request.cacheable, request.prompt_len - self.sharing.private))]
+        for each in self.beside:
+            tokens = tokens[: each.covered(tokens)]
+        return tokens
 
     def fetch(self, request: Request) -> None:
         """A request has arrived: begin to load what disk has of its prompt, and the prefix cache and memory have
@@ -223,6 +233,12 @@ class Store:
             request.kv.refer(added)
         else:
             request.kv.nodes = added
+        self.counters.kv_bytes_moved += sum(each.remember(request, upto) for each in self.beside)
+
+    @property
+    def trees(self) -> list[PrefixTree]:
+        """All prefix trees that it uses."""
+        return [] if self.tree is None else [self.tree, *(each.tree for each in self.beside)]
 
 
 def _together(keeps: Sequence[Callable[[int, KVShape, Any], int]], layer: int, shape: KVShape, room: Any) -> int:

@@ -82,7 +82,7 @@ class Companion:
         self.optional: Callable[[Request], bool] = lambda request: False
         self.rough: Model | None = None
         self.calibrated = False
-        self.text: Callable[[Request], list[int]] = lambda request: request.tokens
+        self.text: Callable[[Request], Sequence[int]] = lambda request: request.tokens
         self.done: Callable[[Request], bool] = lambda request: False  # it follows a request no further
 
     # ---- memory
@@ -120,7 +120,7 @@ class Companion:
             ahead = text[follower.base :]
             shared = min(common(follower.tail, ahead), len(ahead) - 1)
             spans.append(self._span(request, follower, follower.base + shared, ahead[shared:]))
-            follower.base, follower.tail = len(text) - 1, text[-1:]
+            follower.base, follower.tail = len(text) - 1, [*text[-1:]]
         return self._ends(spans)
 
     def grow(self, levels: Sequence[NewNodes]) -> Tensor:

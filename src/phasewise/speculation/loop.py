@@ -114,6 +114,7 @@ class Speculation(Decode):
         if drafter.companion is not None:
             drafter.companion.optional = self._sized
         drafter.sized_by(self._sized)
+        self.drawer, self.token_rows = drafter.drawer, drafter.token_rows
         if traits.matches == "none" and traits.learns_across:
             raise UserError(
                 f"{_name(drafter)} learns from all requests, and under the verifier {_name(verifier)} tokens would "

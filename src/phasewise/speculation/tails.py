@@ -42,7 +42,7 @@ class Tails:
         self.phase = Phase(name, decode=None, attend=_Everything())  # type: ignore[arg-type]
         self._replaying = Phase(name, decode=None, attend=_Before())  # type: ignore[arg-type]
         self.optional: Callable[[Request], bool] = lambda request: False
-        self.text: Callable[[Request], list[int]] = lambda request: request.tokens
+        self.text: Callable[[Request], Sequence[int]] = lambda request: request.tokens
         self.beyond = 0  # rows behind every prompt that stand for no token
         self._halves = 0  # of a (row, layer) pair that is still to be counted
         self._rows: dict[str, DraftRows] = {}  # by request: its pending token, and the draft below that

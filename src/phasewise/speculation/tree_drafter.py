@@ -119,7 +119,7 @@ class DraftBackend(Protocol):
     are described there."""
 
     optional: Callable[[Request], bool]
-    text: Callable[[Request], list[int]]
+    text: Callable[[Request], Sequence[int]]
 
     @property
     def model(self) -> Model: ...

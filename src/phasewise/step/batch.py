@@ -50,7 +50,7 @@ class Batch:
             for i in kept:
                 if i >= span.layers[0]:
                     span.taps[i] = kept[i][span.slice]
-                else:
+                elif i in span.taps:
                     kept[i] = kept[i].clone()  # layers may share one tensor
                     kept[i][span.slice] = span.taps[i]
             span.hidden = x[span.slice].clone()

@@ -227,7 +227,7 @@ def forward(
             if span.request.prefilling:
                 counters.prompt_rows += span.rows
     batch, room, taps = Batch(spans, model.device), room or Scratch(), taps or set()
-    if room.kept is not None and not taps and (ends := room.kept.ends(batch, model, room.x)) is not None:
+    if room.kept is not None and (ends := room.kept.ends(batch, model, room.x, taps)) is not None:
         return room.kept.run(batch, ends, model, counters)
     found = lower_all(model, spans)
     fit = [each for each in found if isinstance(each, Lowered)]

@@ -72,22 +72,27 @@ class KeptStep:
     holds on to no KV.
     """
 
-    __slots__ = ("_forms", "_halves", "_missing", "_row_layers", "_stack", "_walk", "_widths", "_windows")
+    __slots__ = ("_forms", "_halves", "_missing", "_row_layers", "_stack", "_stops", "_walk", "_widths", "_windows")
 
     def __init__(
         self, spans: Sequence[Span], forms: Sequence[KeptForm], halves: Halves, stack: Stack, saved: int,
-        widths: Sequence[int],
+        widths: Sequence[int], stops: Sequence[tuple[int, int]],
     ) -> None:  # fmt: skip
-        """`saved`: bytes of KV that are read once for several spans. `widths`: bytes of one row of each span."""
+        """`saved`: bytes of KV that are read once for several spans. `widths`: bytes of one row of each span. `stops`:
+        see `stops_at`."""
         self._forms, self._halves, self._stack = [ref(form) for form in forms], halves, stack
+        self._stops = stops
         self._walk, self._widths = spans[0].walk, widths
         self._missing = saved + sum(form.part.missing for form in forms)
         self._windows = [(form.part.window, form.part.sinks) for form in forms]
         self._row_layers = sum(len(span.walk or span.kv.layers) for span in spans)
 
-    def ends(self, batch: Batch, model: Model, x: Tensor) -> list[int] | None:
-        """The slots at which the rows of `batch` end, if this is the call of a step that writes them to x."""
+    def ends(self, batch: Batch, model: Model, x: Tensor, taps: set[int]) -> list[int] | None:
+        """The slots at which the rows of `batch` end, if this is the call of a step that writes them to x and is tapped
+        so."""
         if len(batch.spans) != len(self._forms) or x is not self._halves.x or batch.end > model.turned:
+            return None
+        if len(taps) != len(self._stops) or not all(tap in taps for tap, _ in self._stops):
             return None
         found: list[int] = []
         for span, known in zip(batch.spans, self._forms):
@@ -106,7 +111,7 @@ class KeptStep:
         for n, width, (window, sinks) in zip(ends, self._widths, self._windows):
             read += (seen_slots(n, 1, window, sinks) if window else n) * width
         try:
-            self._halves.again(batch.numbers, model.turns(batch.end), ends)
+            kept = self._halves.again(batch.numbers, model.turns(batch.end), ends, self._stops)
         finally:
             counters.expert_loads += self._stack.loaded()
         for span in batch.spans:
@@ -114,7 +119,7 @@ class KeptStep:
         counters.kv_bytes_read += read
         counters.row_layers += self._row_layers
         counters.kv_bytes_written += sum(self._widths)
-        return Hidden(self._halves.x, batch.rows)
+        return Hidden(self._halves.x, batch.rows, kept)
 
 
 class NativeStep:
@@ -219,7 +224,8 @@ class NativeStep:
         for i, span in enumerate(spans):
             if i not in by_layer:  # the others are counted there
                 self.counters.kv_bytes_read += self._reads(span, parts[i])
-        if by_layer or self.taps or any(span.hidden is not None for span in spans):
+        stops = stops_at(self.taps, spans[0].walk or range(self.model.config.layers))
+        if by_layer or stops is None or any(span.hidden is not None for span in spans):
             plain = [i for i in range(len(spans)) if i not in by_layer]
             rows = PassBuffers(x, *self.room.between(batch.rows, *stack.heads))
             commons = self._commons(spans, parts, plain)
@@ -228,18 +234,20 @@ class NativeStep:
         if batch.rows <= MOST:
             commons = self._commons(spans, parts, range(len(parts)))
             halves = Halves(stack, numbers, turns, parts, PassBuffers(x), commons)
-            halves.upto(2 * stack.count)
-            self.room.kept = self._kept(batch, [each.form for each in lowered], halves, stack, commons)
-            return {}
+            kept = halves.through(stops)
+            self.room.kept = self._kept(batch, [each.form for each in lowered], halves, stack, commons, stops)
+            return kept
+        found: list[dict[int, Tensor]] = []
         for call in _calls(_Call(numbers, x, spans, parts), batch.rows):
-            stack(
-                call.numbers, turns, call.parts, call.x, self._commons(call.spans, call.parts, range(len(call.parts)))
-            )
-        return {}
+            commons = self._commons(call.spans, call.parts, range(len(call.parts)))
+            halves = Halves(stack, call.numbers, turns, call.parts, PassBuffers(call.x), commons)
+            found.append(halves.through(stops))
+        return {tap: torch.cat([kept[tap] for kept in found]) for tap in self.taps}
 
     def _kept(
-        self, batch: Batch, forms: Sequence[KeptForm | None], halves: Halves, stack: Stack, commons: Sequence[Common]
-    ) -> KeptStep | None:
+        self, batch: Batch, forms: Sequence[KeptForm | None], halves: Halves, stack: Stack, commons: Sequence[Common],
+        stops: Sequence[tuple[int, int]],
+    ) -> KeptStep | None:  # fmt: skip
         """The call for steps to come; None where they may differ in more than `KeptStep` knows."""
         known = [form for form in forms if form is not None]
         if len(known) < len(forms) or batch.end > self.model.turned:
@@ -248,7 +256,7 @@ class NativeStep:
             return None
         widths = [self._width(span) for span in batch.spans]
         saved = sum(common.saved * widths[common.members[0]] for common in commons)
-        return KeptStep(batch.spans, known, halves, stack, saved, widths)
+        return KeptStep(batch.spans, known, halves, stack, saved, widths, stops)
 
     def _turned(self, batch: Batch, parts: Sequence[StackSpan]) -> tuple[Turns, array[int], Sequence[StackSpan]]:
         """The rotations of all rows, with `batch.numbers` and `parts` that count places in them."""
@@ -284,6 +292,13 @@ class NativeStep:
         flat, stack = span.kv.flat(span.walk), self.model.stack_of(span.walk)
         assert flat is not None and stack is not None, "a span that was natively done a moment ago"
         return flat.row_bytes * stack.reading // stack.count
+
+
+def stops_at(taps: set[int], layers: Sequence[int]) -> list[tuple[int, int]] | None:
+    """Where a pass over these layers stops so that rows after the layers `taps` are copied: (tap, half) in order. A
+    layer that does not run leaves rows as the one before it; None if no layer runs before one of them."""
+    stops = [(tap, 2 * sum(layer < tap for layer in layers) or 2) for tap in sorted(taps)]
+    return None if any(not half for _, half in stops) else stops
 
 
 def _divides(span: Span, lowered: Lowered) -> bool:

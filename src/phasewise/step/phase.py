@@ -53,6 +53,7 @@ class Phase:
     holds: Callable[[Request], bool] | None = None  # whether a request is in it; None = all that are in none before it
     whole: bool = False  # prompts come in one piece, whatever a scheduler gives (`Traits.whole_prompts`)
     adapted: bool = True  # its rows run with the adapter of their request, as those of a second model do not
+    taps: frozenset[int] = frozenset()  # layers whose output its decode method wants to see (`Hidden.taps`)
 
     # ---- what rows read
     def plan(self, span: Span) -> AttentionPlan:

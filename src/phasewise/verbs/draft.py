@@ -14,6 +14,9 @@ from phasewise.step.span import Span, depths
 from phasewise.verbs.decode import Outcome
 
 if TYPE_CHECKING:
+    from phasewise.kv.drawers import Room
+    from phasewise.kv.format import KVShape
+    from phasewise.kv.token_rows import TokenRows
     from phasewise.request.request import Request
     from phasewise.speculation.tree_drafter import DraftBackend
 
@@ -135,6 +138,8 @@ class Drafter(ABC):
     """
 
     companion: DraftBackend | None = None  # its second model, or what stands for one
+    drawer: Callable[[int, KVShape, Room], int] | None = None  # see SlotRuntime, as is `token_rows`
+    token_rows: Sequence[TokenRows] = ()
 
     @abstractmethod
     def size(self, request: Request) -> int:

@@ -30,7 +30,7 @@ class Host:
     sample: Sample
     counters: Counters
     load: Callable[[str], Model]  # a second model, by name or path
-    companion: Callable[[str, Model], Companion]  # a second model that follows requests with KV of its own
+    companion: Callable[..., Companion]  # (name, model, class): a second model that follows requests, with its own KV
     taps: set[int] = field(default_factory=set)  # layers whose output the bound methods want to see
     artefacts: set[str] = field(default_factory=set)  # kinds of those that bound methods have loaded
 

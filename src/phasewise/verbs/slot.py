@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from phasewise.kv.drawers import Room
     from phasewise.kv.format import KVShape
+    from phasewise.kv.token_rows import TokenRows
     from phasewise.model.lowrank import Delta
     from phasewise.step.span import Span
 
@@ -25,6 +26,10 @@ class SlotRuntime:
     beside: Callable[[int, KVShape, int], int] | None = None
     """(layer, shape, end) -> bytes at most that it keeps beside a request's rows of this layer (`KVPart.derived`) while
     their positions lie below `end`. They are booked with the rows."""
+
+    token_rows: Sequence[TokenRows] = ()
+    """Of a decode method: what it keeps of each token in requests' drawers, and what prefix hits must bring along with
+    the KV (kv/token_rows.py)."""
 
     def reach(self, context: int) -> int:
         """Positions that a text may have, where the model's context is `context`; ENDLESS where it sets no bound."""

@@ -57,6 +57,7 @@ class Handing(Decode):
         self.then: Decode = host.bind(method)
         self.then_asks: tuple[str, ...] = method.traits.asks
         self.drawer, self.beside = self.then.drawer, self.then.beside
+        self.token_rows = self.then.token_rows
 
     def check(self, params: Params) -> None:
         if not set(params.ask or ()).isdisjoint(self.then_asks):

@@ -360,13 +360,25 @@ class Halves:
         """Until the next stop."""
         self._items[self._places[span]].done = 1
 
-    def again(self, numbers: array[int], turns: Turns, ends: Sequence[int]) -> None:
+    def again(
+        self, numbers: array[int], turns: Turns, ends: Sequence[int], stops: Sequence[tuple[int, int]] = ()
+    ) -> dict[int, Tensor]:
         """Run a whole pass over the same spans, single rows of plain KV, for other tokens and places; each now ends at
-        another slot. Raises as `upto` does."""
+        another slot. Returns and raises as `through` does."""
         self._numbers, self._turns, self._at = numbers, turns, 0
         for span, n in zip(self._items, ends):
             span.n = n
+        return self.through(stops)
+
+    def through(self, stops: Sequence[tuple[int, int]] = ()) -> dict[int, Tensor]:
+        """Run all halves that have not run. Returns copies of x, [T, d] each by its name: `stops` are names and the
+        halves before which they are made, in order. Raises as `upto` does."""
+        kept = dict[int, Tensor]()
+        for name, half in stops:
+            self.upto(half)
+            kept[name] = self.x.clone()
         self.upto(2 * self._stack.count)
+        return kept
 
     def upto(self, half: int) -> None:
         """Run the halves before `half` that have not run. Raises IndexError for a token that has no embedding."""

@@ -1,0 +1,79 @@
+"""Heads that read features, as a model of one layer: what a companion needs of one, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from phasewise.model.lowrank import Deltas
+from phasewise.model.model import LayerContext, Model
+from phasewise.model.rope import RopeTables
+from phasewise.ops.native.stack import Stack
+from phasewise.speculation.heads.block import FeatureHeads, packed
+from phasewise.step.phase import Hidden
+
+UNLIKELY = -1e4  # the logit of tokens outside a draft vocabulary; finite, as constraints may leave no others
+
+
+class FeatureModel(Model):
+    """Loaded heads beside their target, which lends them its embeddings, its output head or both.
+
+    Rows enter as pairs [T, 2 d]: the embedding of a token, then the feature of the token before it. All attention is
+    the engine's own, over keys and values of one layer.
+    """
+
+    def __init__(self, heads: FeatureHeads, target: Model, key: str) -> None:
+        """`key` names the weights: features of one key are the same features."""
+        self.config, self.dtype, self.device = heads.config, target.dtype, target.device
+        self.target, self.key, self.width = target, key, heads.feature_width
+        self.heads = packed(heads.to(device=self.device, dtype=self.dtype))
+        self.heads.requires_grad_(False)
+        self.stack: Stack | None = None
+        self._ropes = RopeTables(self.config.ropes, self.config.max_positions, self.dtype, self.device)
+        self._ids = None if heads.d2t is None else heads.draft_ids()  # int64 [draft vocabulary], target ids
+        # the layers whose output is tapped; the last one's is at hand without
+        self.layers_tapped = {i - 1 for i in heads.taps} - {target.config.layers - 1}
+
+    # ---- what the lane asks
+    def features(self, hidden: Hidden, index: list[int]) -> Tensor:
+        """Features [n, width] of some rows of a step of the target."""
+        if not self.heads.taps:
+            return self.target.norm(hidden.rows(index))
+        rows, last = torch.tensor(index, device=self.device), self.target.config.layers
+        states = [(hidden.x if i == last else hidden.taps[i - 1])[rows] for i in self.heads.taps]
+        return self.heads.fuse(torch.cat(states, -1))
+
+    def pairs(self, tokens: Sequence[int], features: Tensor) -> Tensor:
+        """Tokens with the features [n, d] of those before them, as rows [n, 2 d]."""
+        ids = torch.tensor(tokens, device=self.device)
+        table = self.heads.embed_tokens
+        return torch.cat((self.target.embed(ids) if table is None else table(ids), features), -1)
+
+    # ---- what a step asks of a model
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Memory for rows [T, 2 d]: all of them are given."""
+        return torch.empty((len(tokens), 2 * self.config.hidden), dtype=self.dtype, device=self.device)
+
+    def layer(self, i: int, x: Tensor, ctx: LayerContext, deltas: Deltas | None = None) -> Tensor:
+        """Pairs [T, 2 d] -> [T, d]."""
+        embedded, feature = x.chunk(2, -1)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            turned = ctx.rotary(0, torch.cat((q, k), 1))
+            return ctx.attend(0, turned[:, : q.shape[1]], turned[:, q.shape[1] :], v)
+
+        out: Tensor = self.heads(embedded, feature, attend)
+        return out
+
+    def head(self, x: Tensor) -> Tensor:
+        """[R, d] -> logits [R, V] float32, over the target's vocabulary."""
+        if self.heads.lm_head is None:
+            logits, cap = self.target.unembed(self.heads.final(x)).float(), self.target.config.logit_softcap
+            return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+        own: Tensor = self.heads.lm_head(self.heads.final(x)).float()
+        if self._ids is None:
+            return own
+        logits = own.new_full((len(x), self.target.config.vocab), UNLIKELY)
+        return logits.index_copy_(1, self._ids, own)

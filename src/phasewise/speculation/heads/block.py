@@ -1,0 +1,148 @@
+"""The decoder block that feature drafters consist of, as torch modules: the trainer trains them, the drafter runs them.
+
+Parameters are named as in published checkpoints. Attention is left to the caller, who knows which rows see which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from phasewise.model.config import ModelConfig
+from phasewise.model.mlp import ACTIVATION
+from phasewise.model.norm import rms_norm
+from phasewise.ops.linear import Linear
+
+AttendRows = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Queries [..., Hq, D], keys and values [..., H, D] of rows, not rotated yet -> what the rows read, [..., Hq, D]."""
+
+
+class BlockNorm(nn.Module):
+    """RMSNorm over the last dimension, in float32."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class BlockAttention(nn.Module):
+    """Projections of a block's attention; queries, keys and values read rows of `inputs` numbers."""
+
+    def __init__(self, config: ModelConfig, inputs: int) -> None:
+        super().__init__()
+        q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.dim = config.head_dim
+        self.q_proj = nn.Linear(inputs, q, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(inputs, kv, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(inputs, kv, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(q, config.hidden, bias=config.o_bias)
+        self.q_norm = BlockNorm(config.head_dim, config.eps) if config.qk_norm == "head" else None
+        self.k_norm = BlockNorm(config.head_dim, config.eps) if config.qk_norm == "head" else None
+
+    def forward(self, x: Tensor, attend: AttendRows) -> Tensor:
+        q, k, v = (each(x).unflatten(-1, (-1, self.dim)) for each in (self.q_proj, self.k_proj, self.v_proj))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        read: Tensor = self.o_proj(attend(q, k, v).flatten(-2))
+        return read
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate x) * up x)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden, config.intermediate, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden, config.intermediate, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate, config.hidden, bias=config.mlp_bias)
+        self.activate = ACTIVATION[config.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(self.activate(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Block(nn.Module):
+    """Attention over rows of `inputs` numbers, then an MLP, each added to the residual [..., d]."""
+
+    def __init__(self, config: ModelConfig, inputs: int) -> None:
+        super().__init__()
+        self.self_attn = BlockAttention(config, inputs)
+        self.mlp = GatedMLP(config)
+        self.post_attention_layernorm = BlockNorm(config.hidden, config.eps)
+
+    def run(self, x: Tensor, residual: Tensor, attend: AttendRows) -> Tensor:
+        """Rows [..., d] of the block for inputs x [..., inputs]."""
+        residual = residual + self.self_attn(x, attend)
+        out: Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
+        return out
+
+
+class FeatureHeads(nn.Module):
+    """Heads that foretell tokens one after another from features of the target model and the tokens between.
+
+    `taps`: the states a feature is made of, by layer as published: i is the residual stream that enters layer i, and
+    the number of layers is what leaves the last one. None: the target's last state, after its final norm.
+    `feature_width`: of a kept feature. `embed_tokens`, `lm_head` and `d2t` are None where the target's own serve.
+    """
+
+    kind: ClassVar[str]
+    taps: tuple[int, ...] = ()
+    feature_width: int
+    d2t: Tensor | None  # int64 [draft vocabulary]: what is added to a draft token's number to get the target's
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config, self.feature_width = config, config.hidden
+        self.embed_tokens: nn.Module | None = None
+        self.lm_head: nn.Module | None = None
+        self.register_buffer("d2t", None)
+
+    def forward(self, embedded: Tensor, feature: Tensor, attend: AttendRows) -> Tensor:
+        """Pairs of embeddings and features [..., d] each -> outputs [..., d] of the block."""
+        raise NotImplementedError
+
+    def fuse(self, states: Tensor) -> Tensor:
+        """The feature [..., d] of the states of all taps, [..., taps * target's d]."""
+        return states
+
+    def passed_on(self, output: Tensor) -> Tensor:
+        """The feature that an output stands for, one token further on: [..., d] -> [..., d]."""
+        return output
+
+    def final(self, output: Tensor) -> Tensor:
+        """The input [..., d] of the output head."""
+        return output
+
+    def draft_ids(self) -> Tensor:
+        """Target ids of the draft vocabulary, int64."""
+        assert self.d2t is not None
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+
+class PackedLinear(nn.Module):
+    """A linear layer in the engine's own form, which reads memory faster."""
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.reshape(-1, x.shape[-1]))
+
+
+def packed(heads: FeatureHeads) -> FeatureHeads:
+    """The same heads, with linear layers packed where the engine packs its own (`ops/linear.py`): in 16 bits on a
+    CPU."""
+    for module in [*heads.modules()]:
+        for name, child in [*module.named_children()]:
+            if isinstance(child, nn.Linear) and child.weight.dtype == torch.bfloat16 and not child.weight.is_cuda:
+                bias = None if child.bias is None else child.bias.data
+                setattr(module, name, PackedLinear(Linear(child.weight.data, bias)))
+    return heads
