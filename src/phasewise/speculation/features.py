@@ -1,9 +1,9 @@
 """The feature lane: states of the target model, kept for each token of a request, for drafters that read them.
 
-A feature drafter (EAGLE, arXiv 2401.15077; an MTP module, arXiv 2412.19437) reads pairs. Pair p is the target's state
-at token p, called its feature, with the embedding of token p + 1, and foretells token p + 2. `Features` notes the
-features as the target's steps go by and keeps them in the request's drawer as plain tensors. So they follow it through
-forks and hand-offs, come again after a preemption as the rows are computed once more, and lie beside cached prefixes.
+A feature drafter (arXiv 2401.15077, 2412.19437) reads pairs. Pair p is the target's state at token p, called its
+feature, with the embedding of token p + 1, and foretells token p + 2. `Features` notes the features as the target's
+steps go by and keeps them in the request's drawer as plain tensors. So they follow it through forks and hand-offs,
+come again after a preemption as the rows are computed once more, and lie beside cached prefixes.
 `FeatureCompanion` is a companion that reads such pairs: its keys and values count in the request's budget.
 """
 

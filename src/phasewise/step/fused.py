@@ -221,24 +221,27 @@ class NativeStep:
         spans = batch.spans
         turns, numbers, parts = self._turned(batch, [each.part for each in lowered])
         by_layer = [i for i, each in enumerate(lowered) if each.by_layer]
-        for i, span in enumerate(spans):
-            if i not in by_layer:  # the others are counted there
-                self.counters.kv_bytes_read += self._reads(span, parts[i])
+        plain = [i for i in range(len(spans)) if i not in by_layer]  # the others are counted there
+        self.counters.kv_bytes_read += sum(self._reads(spans[i], parts[i]) for i in plain)
         stops = stops_at(self.taps, spans[0].walk or range(self.model.config.layers))
         if by_layer or stops is None or any(span.hidden is not None for span in spans):
-            plain = [i for i in range(len(spans)) if i not in by_layer]
             rows = PassBuffers(x, *self.room.between(batch.rows, *stack.heads))
-            commons = self._commons(spans, parts, plain)
-            halves = Halves(stack, numbers, turns, parts, rows, commons)
+            halves = Halves(stack, numbers, turns, parts, rows, self._commons(spans, parts, plain))
             return run_halves(self.model, batch, halves, by_layer, self.counters, self.taps)
         if batch.rows <= MOST:
-            commons = self._commons(spans, parts, range(len(parts)))
+            commons = self._commons(spans, parts, plain)
             halves = Halves(stack, numbers, turns, parts, PassBuffers(x), commons)
             kept = halves.through(stops)
             self.room.kept = self._kept(batch, [each.form for each in lowered], halves, stack, commons, stops)
             return kept
+        return self._in_calls(stack, turns, _calls(_Call(numbers, x, spans, parts), batch.rows), stops)
+
+    def _in_calls(
+        self, stack: Stack, turns: Turns, calls: Sequence[_Call], stops: Sequence[tuple[int, int]]
+    ) -> dict[int, Tensor]:
+        """A step's rows, some after the others."""
         found: list[dict[int, Tensor]] = []
-        for call in _calls(_Call(numbers, x, spans, parts), batch.rows):
+        for call in calls:
             commons = self._commons(call.spans, call.parts, range(len(call.parts)))
             halves = Halves(stack, call.numbers, turns, call.parts, PassBuffers(call.x), commons)
             found.append(halves.through(stops))

@@ -103,7 +103,8 @@ class Pacer(Drafter):
         self.of, self.clock = of, clock
         self.costs, self.chances = StepCosts(), Chances()
         self.sized: Callable[[Request], bool] = lambda request: False
-        self.companion, self.drawer, self.token_rows = of.companion, of.drawer, of.token_rows
+        self.companion = of.companion
+        self.drawer, self.token_rows = of.drawer, of.token_rows
         self._look = 0.0  # seconds that looking takes, a request ...
         self._once = 0.0  # ... and, in the step under way, at those that were not looked at before
         self._all = _Paces()  # of all requests: what looks were worth

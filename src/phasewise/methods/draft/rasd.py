@@ -82,7 +82,8 @@ class Fusion(Drafter):
         """`candidates`: how many likeliest tokens each of them is given (`Traits.candidates`)."""
         self.among, self.base, self.source, self.candidates = among, base, source, candidates
         self.parts = (base, source)
-        self.companion, self.drawer, self.token_rows = base.companion, base.drawer, base.token_rows
+        self.companion = base.companion
+        self.drawer, self.token_rows = base.drawer, base.token_rows
 
     def size(self, request: Request) -> int:
         return sum(its.size(request) for its in self.parts)

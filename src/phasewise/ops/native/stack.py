@@ -373,11 +373,12 @@ class Halves:
     def through(self, stops: Sequence[tuple[int, int]] = ()) -> dict[int, Tensor]:
         """Run all halves that have not run. Returns copies of x, [T, d] each by its name: `stops` are names and the
         halves before which they are made, in order. Raises as `upto` does."""
-        kept = dict[int, Tensor]()
+        kept, end = dict[int, Tensor](), 2 * self._stack.count
         for name, half in stops:
             self.upto(half)
             kept[name] = self.x.clone()
-        self.upto(2 * self._stack.count)
+        if self._at < end:
+            self.upto(end)
         return kept
 
     def upto(self, half: int) -> None:
