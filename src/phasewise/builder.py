@@ -131,7 +131,7 @@ class Builder:
         kernels = library()
         identity = (
             __version__, weights_digest(self.model.files, folder.path / "models.json"), self.model.int8,
-            self.model.device.type, "" if kernels is None else Path(kernels._name).stem,
+            self.model.device.type, str(self.model.form or ""), "" if kernels is None else Path(kernels._name).stem,
         )  # fmt: skip
         return KVTiers(self.limits.kv_host, folder), repr(identity)
 
@@ -207,5 +207,5 @@ def build(spec: EngineSpec) -> Builder:
     methods, recipes = parse(spec.verbs), parse_recipes(spec.verbs, spec.recipes)
     if spec.limits.exact:
         refuse_lossy({"": methods, **recipes})
-    model = load_model(spec.model, dtype=dtype_of(spec.dtype), device=spec.device)
+    model = load_model(spec.model, dtype=dtype_of(spec.dtype), device=spec.device, weights=spec.weights)
     return Builder(model, methods, spec.limits.on(model.device), load=load, spec=spec, recipes=recipes)

@@ -66,6 +66,7 @@ class LLM:
     `model`: a name that `phasewise models` lists, a directory, a `.gguf` file or a hub id. Verbs are given as
     `draft="prompt_lookup:k=6"`; the others keep their defaults. `recipes` are other choices, by name, that single
     requests may ask for: {"fast": {"draft": "prompt_lookup:k=6"}}; verbs that a recipe does not name are as given here.
+    `weights`: a form that linear layers are rounded into when they are loaded, such as "int4:group=64".
     `loras`: LoRA adapters, {name: folder}, that single requests may ask for: `lora="sql"`.
     Raises UserError naming whatever does not fit.
 
@@ -88,6 +89,7 @@ class LLM:
         *,
         dtype: str | None = None,
         device: str = "cpu",
+        weights: str | None = None,
         limits: Limits | None = None,
         recipes: Recipes | None = None,
         loras: Mapping[str, str] | None = None,
@@ -95,7 +97,7 @@ class LLM:
     ) -> None:
         self.name = model
         texts = {name: dict(own) for name, own in (recipes or {}).items()}
-        self._builder = builder = build(EngineSpec(model, limits or Limits(), dtype, device, verbs, texts))
+        self._builder = builder = build(EngineSpec(model, limits or Limits(), dtype, device, verbs, texts, weights))
         self.limits = builder.limits
         self.model: Model = builder.model
         self.tokenizer = Tokenizer.load(model_path(model))

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -17,8 +18,10 @@ from phasewise.known.models import EMBEDDED, KNOWN, every
 from phasewise.model.config import ModelConfig
 from phasewise.model.model import Model
 from phasewise.model.parse import parse_config
+from phasewise.model.rounded import RoundedTensors
 from phasewise.model.source import Source, source
 from phasewise.model.weights import kept_form
+from phasewise.model.weights_form import loaded_form
 
 log = logging.getLogger(__name__)
 
@@ -52,17 +55,41 @@ def config_of(name: str) -> ModelConfig:
     return parse_config(files_of(name).settings())
 
 
-def weight_bytes(name: str, dtype: str | None) -> int:
-    """Bytes of the weights of the model called `name` in a dtype (None: the checkpoint's own), told by the shapes of
-    its tensors. A known model is fetched for it, and nothing is loaded."""
-    tensors, chosen = files_of(name).tensors(), dtype_of(dtype)
+def weight_bytes(name: str, dtype: str | None, weights: str | None = None) -> int:
+    """Bytes of the weights of the model called `name`: the sum of `weight_forms`."""
+    return sum(found.nbytes for found in weight_forms(name, dtype, weights).values())
+
+
+class FormBytes(NamedTuple):
+    """What is kept in one form: tensors, their numbers, and the bytes that they take."""
+
+    tensors: int = 0
+    numbers: int = 0
+    nbytes: int = 0
+
+
+def weight_forms(name: str, dtype: str | None, weights: str | None = None) -> dict[str, FormBytes]:
+    """How the weights of the model called `name` are kept in a dtype (None: the checkpoint's own), by the name of the
+    form, told by the shapes of its tensors; `weights`: a form that they are rounded into.
+
+    A known model is fetched for it, and nothing is loaded. Tied embeddings count once.
+    """
+    files, chosen, form = files_of(name), dtype_of(dtype), loaded_form(weights)
+    tensors = files.tensors()
+    if form is not None:
+        tensors = RoundedTensors(tensors, parse_config(files.settings()), form)
     half, int8 = chosen in (None, torch.bfloat16, torch.int8), chosen == torch.int8
-    total = 0
+    found: dict[str, FormBytes] = {}
     for each in tensors.where:
-        kept = kept_form(tensors, each, int8=int8) if half else None
-        size = math.prod(tensors.shape(each)) * (chosen or tensors.dtype(each)).itemsize
-        total += size if kept is None else kept[1].raw.nbytes
-    return total
+        kept, count = kept_form(tensors, each, int8=int8) if half else None, math.prod(tensors.shape(each))
+        if kept is None:
+            own = chosen or tensors.dtype(each)
+            kind, size = str(own).removeprefix("torch."), count * own.itemsize
+        else:
+            kind, size = kept[1].kind, kept[1].raw.nbytes
+        before = found.get(kind, FormBytes())
+        found[kind] = FormBytes(before.tensors + 1, before.numbers + count, before.nbytes + size)
+    return found
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:
@@ -74,9 +101,15 @@ def dtype_of(name: str | None) -> torch.dtype | None:
     return DTYPES[name]
 
 
-def load_model(name: str, *, dtype: torch.dtype | None = None, device: str = "cpu") -> Model:
-    """The model called `name`. Raises UserError naming what does not fit, an unusable device included."""
-    return Model.load(model_path(name), dtype=dtype, device=usable(device))
+def load_model(
+    name: str, *, dtype: torch.dtype | None = None, device: str = "cpu", weights: str | None = None
+) -> Model:
+    """The model called `name`; `weights`: a form that its layers are rounded into, such as int4:group=64.
+
+    Raises UserError naming what does not fit, an unusable device included.
+    """
+    form = loaded_form(weights)
+    return Model.load(model_path(name), dtype=dtype, device=usable(device), form=form)
 
 
 def usable(device: str) -> torch.device:

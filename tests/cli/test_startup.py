@@ -9,8 +9,9 @@ import sys
 import phasewise
 
 COMMANDS = ["serve", "run", "methods", "eval", "bench", "bench offline", "bench load", "bench methods", "bench compare",
-            "train", "train pocket", "train draft", "models", "models fetch", "models path", "widen",
-            "convert kv_heads", "keys", "keys new", "report", "tune", "plan", "profile", "simulate"]  # fmt: skip
+            "train", "train pocket", "train draft", "models", "models fetch", "models path",
+            "models show", "widen", "convert kv_heads", "convert weights", "keys", "keys new", "report", "tune", "plan",
+            "profile", "simulate"]  # fmt: skip
 
 
 def light(*commands: str) -> list[tuple[int, str]]:

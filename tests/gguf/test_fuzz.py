@@ -23,6 +23,7 @@ from phasewise.model.source import source
 from phasewise.model.tokenizer import Tokenizer
 from phasewise.model.weights import Weights
 
+from ..memory import forget, peak
 from ..model.reference import save_random
 from .vocabularies import byte_level, sentencepiece
 from .writer import Conversion, tiny
@@ -44,21 +45,6 @@ def opened(path: Path) -> bool:
         ChatTemplate.load(path)
     except UserError as error:
         assert len(str(error)) < 200_000
-        return False
-    return True
-
-
-def peak() -> float:
-    """The most memory that the process has had since `forget`, in megabytes."""
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return float(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 1024
-
-
-def forget() -> bool:
-    """Lets the peak begin anew; False where that cannot be."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    except OSError:
         return False
     return True
 

@@ -265,10 +265,8 @@ def test_what_lies_is_refused_by_name(which: int, tmp_path: Path) -> None:
         (Case("gptq", said={"group_size": 0}), "group_size must be a positive whole number or -1, got 0"),
         (Case("gptq", said={"group_size": "32"}), "group_size must be a positive whole number or -1, got '32'"),
         (Case("awq", said={"version": "gemv"}), "version is 'gemv'; gemm is read"),
-        (
-            Case("nvfp4-pack-quantized"),
-            "format is 'nvfp4-pack-quantized'; pack-quantized or int-quantized or float-quantized is read",
-        ),
+        (Case("nvfp4-pack-quantized"), "type is 'int'; float is read"),
+        (Case("marlin-24"), "format is 'marlin-24'; pack-quantized or int-quantized or float-quantized or nvfp4-pack"),
         (Case("pack-quantized", said={"config_groups": {"a": 7}}), "config_groups: a must be an object with weights"),
         (Case("pack-quantized", said={"config_groups": {}}), "config_groups says nothing"),
         (Case("fp8", said={"weight_block_size": [128]}), r"a block must be two positive whole numbers, got \[128\]"),

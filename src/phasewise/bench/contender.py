@@ -36,9 +36,10 @@ class RoundWork:
     new: int = 128
     prompt: int = 128
     threads: int = 0  # 0: every core
-    verbs: dict[str, str] = field(default_factory=dict)  # this and the next two: of phasewise itself
+    verbs: dict[str, str] = field(default_factory=dict)  # this and the next three: of phasewise itself
     kv_bytes: int | None = None
     max_running: int = 64
+    weights: str | None = None
 
     def text(self) -> str:
         return json.dumps(asdict(self))
@@ -59,7 +60,7 @@ class Phasewise:
         from phasewise.engine.limits import Limits
 
         limits = Limits(job.kv_bytes, job.max_running, prefix_cache=False)
-        self.engine = Bench.load(job.model, job.dtype).engine(job.verbs, limits)
+        self.engine = Bench.load(job.model, job.dtype, weights=job.weights).engine(job.verbs, limits)
 
     def version(self) -> str:
         return version("phasewise")

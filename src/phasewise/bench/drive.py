@@ -70,8 +70,8 @@ class Bench:
         self._loaded: dict[str, Model] = {}
 
     @classmethod
-    def load(cls, name: str, dtype: str | None = None, device: str = "cpu") -> Bench:
-        model = load_model(name, dtype=dtype_of(dtype), device=device)
+    def load(cls, name: str, dtype: str | None = None, device: str = "cpu", weights: str | None = None) -> Bench:
+        model = load_model(name, dtype=dtype_of(dtype), device=device, weights=weights)
         gc.freeze()  # as the server does: a look at all that was imported would be timed with whoever happens to run
         return cls(model)
 

@@ -42,7 +42,7 @@ def offline(asked: BenchRequests = ASKED, targets: Targets = TARGETS, engine: En
     from phasewise.bench.latency import summary
 
     with working(f"loading {engine.model}"):
-        made = Bench.load(engine.model, engine.dtype, engine.device)
+        made = Bench.load(engine.model, engine.dtype, engine.device, engine.weights)
     config = made.model.config
     shots = asked.shots(asked.source(engine.model, config.vocab), config.max_positions)
     placed = made.engine(engine.verbs, engine.limits())

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from phasewise.errors import UserError
+
+if TYPE_CHECKING:
+    from phasewise.train.few_bits import LinearError
 
 app = typer.Typer(no_args_is_help=True, help="Make a checkpoint from another one.")
 
@@ -86,3 +90,98 @@ def heads(
 
     drafter = make(source, out, None if target is None else config_of(target).vocab)
     print(f"{out}\nUse it with --draft {drafter}:heads={out}")
+
+
+@app.command("weights")
+def weights(
+    model: Annotated[
+        str, typer.Argument(help="A name (see `phasewise models`), a directory, a .gguf file or a hub id.")
+    ],
+    out: Annotated[Path, typer.Argument(help="A new folder (compressed-tensors), or a new file that ends in .gguf.")],
+    weights: Annotated[
+        str,
+        typer.Option(
+            metavar="FORM",
+            help="int4 or int8, and its knobs: group=32|64|128.., zeros=true, calibrate=rtn|gptq|awq, act_order=true.",
+        ),
+    ] = "int4:group=64",
+    tokens: Annotated[int, typer.Option(min=512, help="Tokens of calibration texts, for gptq and awq.")] = 16_384,
+    text: Annotated[
+        Path | None, typer.Option(help="File of calibration text. Default: library source that no evaluation sees.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the calibration texts and of --windows.")] = 0,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with a conversion that was cut short, with the same settings.")
+    ] = False,
+    windows: Annotated[
+        int, typer.Option(min=0, help="Windows of 512 tokens on which quality before and after is measured; 0: none.")
+    ] = 8,
+) -> None:
+    """Round a model's linear layers to few bits, and write it for others: compressed-tensors or GGUF.
+
+    Embeddings, norms, biases, routers and the output head stay in bfloat16. A folder is what vLLM and transformers
+    read; a .gguf file has Q4_0 (int4), Q4_1 (zeros=true) or Q8_0 (int8). rtn takes the nearest levels, as --weights
+    does for other commands. gptq (arXiv 2210.17323) and awq (arXiv 2306.00978) look at calibration texts, layer by
+    layer. What is told of each layer is the error of its weights / of its outputs over these texts.
+
+    A conversion that was cut short leaves OUT.parts, from which --resume goes on to the same bits.
+
+    [bold]Examples[/]
+
+      phasewise convert weights pocket runs/pocket-int4 --weights int4:group=64,calibrate=gptq
+      phasewise convert weights smollm2 runs/smollm2.gguf --weights int4:group=32,zeros=true,calibrate=awq
+      phasewise serve --model runs/pocket-int4
+    """
+    from phasewise.cli.progress import counting
+    from phasewise.model.weights_form import parse_form
+
+    form, how = parse_form(weights)
+    if how.calibrate == "rtn" and text is not None:
+        raise UserError(f"--text {text} is for calibrate=gptq or awq: add one of them to --weights, or leave it out")
+    from phasewise.train.few_bits import FewBitsJob
+    from phasewise.train.few_bits import convert as make
+
+    errors = make(FewBitsJob(model, out, form, how, tokens, text, seed, resume), counting)
+    _tell_errors(errors)
+    _tell_sizes(model, out)
+    if windows:
+        _tell_quality(model, out, windows, seed)
+    print(f"\n{out}\nUse it with --model {out}")
+
+
+def _tell_errors(errors: Sequence[LinearError]) -> None:
+    """A line per layer, the worst expert of those that there are."""
+    from phasewise.cli import show
+
+    kinds = list(dict.fromkeys(error.name.rpartition(".")[2] for error in errors))
+    rows = []
+    for layer in dict.fromkeys(error.layer for error in errors):
+        cells = []
+        for kind in kinds:
+            own = [each for each in errors if each.layer == layer and each.name.rpartition(".")[2] == kind]
+            worst = max(own, key=lambda each: each.weights)
+            cells.append(f"{worst.weights:.2%}" + ("" if worst.outputs is None else f" / {worst.outputs:.2%}"))
+        rows.append([str(layer), *cells])
+    show.table(["layer", *kinds], rows)
+
+
+def _tell_sizes(model: str, out: Path) -> None:
+    from phasewise.bench.report import size
+    from phasewise.load import weight_bytes
+
+    print(f"\nweights: {size(weight_bytes(model, None))} before, {size(weight_bytes(str(out), None))} now")
+
+
+def _tell_quality(model: str, out: Path, count: int, seed: int) -> None:
+    from phasewise.bench.divergence import compared, loss_table
+    from phasewise.bench.divergence import windows as drawn
+    from phasewise.cli import show
+    from phasewise.cli.progress import counting
+    from phasewise.load import files_of, load_model
+
+    before = load_model(model)
+    texts = drawn(files_of(model).tokenizer(), count, min(512, before.config.max_positions - 1), seed)
+    with counting("windows", count) as tell:
+        found = compared({"before": before, "now": load_model(str(out))}, "before", texts, tell)
+    print(f"\n{count} windows of held-out library source:\n")
+    show.table(*loss_table({model: found}, "before"))

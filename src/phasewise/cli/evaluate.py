@@ -76,7 +76,7 @@ def evaluate(
     finally:  # a row that cannot be measured costs none of those before it
         if rows:
             print(quality.table(rows))
-            about = {"model": engine.model, "methods": engine.verbs, "seed": seed}
+            about = {"model": engine.model, "weights": engine.weights, "methods": engine.verbs, "seed": seed}
             json_lines(({**about, **asdict(row)} for row in rows), out)
 
 

@@ -168,7 +168,7 @@ def kv(compared: Compared = COMPARED, written: KVFiles = WRITTEN, engine: Engine
     for line in run.run(lines, counting):
         json_lines([line], written.out)
         lines.append(line)
-    _tell(run, run.known(lines), written, _command(run, compared, written, engine.dtype))
+    _tell(run, run.known(lines), written, _command(run, compared, written, engine))
 
 
 def _run(
@@ -216,10 +216,11 @@ def _tell(run: KVBench, lines: list[Line], written: KVFiles, command: str) -> No
         path.write_text(page, encoding="utf-8")
 
 
-def _command(run: KVBench, compared: Compared, written: KVFiles, dtype: str | None) -> str:
+def _command(run: KVBench, compared: Compared, written: KVFiles, engine: EngineOptions) -> str:
     """The command that repeats the measurement and writes the same section, without local paths."""
     words = ["phasewise", "bench", "kv", "--model", run.model]
-    words += [] if dtype is None else ["--dtype", dtype]
+    words += [] if engine.dtype is None else ["--dtype", engine.dtype]
+    words += [] if engine.weights is None else ["--weights", engine.weights]
     words += ["--tasks", ",".join(run.tasks)]
     words += [] if run.prompts is None else ["--prompts", run.prompts.name]
     words += ["--examples", str(run.examples), *(["--seed", str(run.seed)] if run.seed else [])]

@@ -35,6 +35,7 @@ def models(context: typer.Context) -> None:
       phasewise models fetch smollm2
       phasewise models fetch gemma3-270m --accept-licence
       phasewise models path smollm2
+      phasewise models show smollm2
     """
     if context.invoked_subcommand is None:
         _list()
@@ -79,6 +80,31 @@ def path(name: Name) -> None:
     if where is None:
         raise UserError(f"{name} is not here: run `phasewise models fetch {name}`")
     print(where)
+
+
+@app.command("show")
+def show(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A name, a directory, a .gguf file or a hub id.")],
+    dtype: Annotated[str | None, typer.Option(help="As `serve --dtype` has it. Default: the checkpoint's own.")] = None,
+    weights: Annotated[str | None, typer.Option(help="As `serve --weights` has it, such as int4:group=64.")] = None,
+) -> None:
+    """Print in which forms a model's weights are kept, and the bytes of each. Loads nothing.
+
+    [bold]Examples[/]
+
+      phasewise models show smollm2
+      phasewise models show pocket --weights int4:group=64
+    """
+    from phasewise.cli.show import table
+    from phasewise.load import weight_forms
+
+    found = sorted(weight_forms(model, dtype, weights).items(), key=lambda each: -each[1].nbytes)
+    rows = [[form, f"{kept.tensors:,}", f"{kept.numbers:,}", f"{kept.nbytes / 1e6:,.1f} MB",
+             f"{8 * kept.nbytes / max(1, kept.numbers):.2f}"] for form, kept in found]  # fmt: skip
+    total = [sum(getattr(kept, field) for _, kept in found) for field in ("tensors", "numbers", "nbytes")]
+    rows.append(["all", f"{total[0]:,}", f"{total[1]:,}", f"{total[2] / 1e6:,.1f} MB",
+                 f"{8 * total[2] / max(1, total[1]):.2f}"])  # fmt: skip
+    table(["form", "tensors", "weights", "bytes", "bits a weight"], rows)
 
 
 def _agreed(model: Known, beforehand: bool) -> bool:

@@ -15,6 +15,7 @@ import typer
 
 from phasewise import catalog, recipes
 from phasewise.errors import UserError
+from phasewise.model.weights_form import loaded_form
 
 if TYPE_CHECKING:
     from phasewise.engine.limits import Limits
@@ -66,6 +67,14 @@ class EngineOptions:
             metavar="float32|bfloat16|float16|int8",
             help="Precision of the weights. Default: the checkpoint's own. int8 rounds the weights and "
             "computes in bfloat16.",
+        ),
+    ] = None
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORM",
+            help="Form that linear layers are rounded into and kept in, such as int4:group=64 or int8:group=32. "
+            "Default: as the checkpoint has them. To calibrate it: `phasewise convert weights`.",
         ),
     ] = None
     device: Annotated[
@@ -152,6 +161,7 @@ class EngineOptions:
                 parse_bytes(size)
         if self.kv_disk is not None:
             parse_folder(self.kv_disk)
+        loaded_form(self.weights)
         for verb, text in self.verbs.items():
             catalog.known(verb, text)
         if self.exact:
@@ -181,8 +191,9 @@ class EngineOptions:
             verbs: dict[str, Any] = dict(self.verbs)
             bounds = dataclasses.replace(self.limits(), **limits)
             return LLM(
-                self.model, dtype=self.dtype, device=self.device, limits=bounds, recipes=recipes, loras=loras, **verbs
-            )
+                self.model, dtype=self.dtype, device=self.device, weights=self.weights, limits=bounds, recipes=recipes,
+                loras=loras, **verbs,
+            )  # fmt: skip
 
     def served(self) -> list[str]:
         """The same options as command-line words for `phasewise serve`, whose own model and drafter are others."""

@@ -105,7 +105,7 @@ def profile(
     named = {"": engine.verbs} | {name: recipes.texts(engine.verbs, own, WITH_DRAFT) for name, own in given.items()}
     _one_row(named)
     with working(f"loading {engine.model}"):
-        made = Bench.load(engine.model, engine.dtype)
+        made = Bench.load(engine.model, engine.dtype, weights=engine.weights)
     taken = _take(made, engine, named, how)
     if not how.alone:
         taken = replace(taken, served=_served(taken, engine, random_prompts(made.model.config.vocab, how.seed)))
@@ -163,13 +163,14 @@ def _take(made: Bench, engine: EngineOptions, named: Mapping[str, Mapping[str, s
                     beside: Beside = {}
                     shared: Beside = {}
                     if not how.alone:
-                        like = BusyWorker(engine.model, dtype, verbs, engine.limits(), threads)
+                        like = BusyWorker(engine.model, dtype, verbs, engine.limits(), threads, weights=engine.weights)
                         beside, shared = around(run.profiler, like, grid.rounds)
                 finally:
                     torch.set_num_threads(there)
                 lines, held = run.lines()
                 found.append(Measured(name, threads, dict(verbs), lines, held, placed.store.row_bytes, beside, shared))
     about = {"name": _name(engine.model), "hash": fingerprint(model), "dtype": dtype}
+    about |= {} if engine.weights is None else {"weights": engine.weights}
     width = model.weight_bytes / (DecoderShape.of(model.config, 1.0).weight_bytes or 1.0)
     kv = found[0].row_bytes / DecoderShape.of(model.config, kv_width=1.0).row_bytes
     return Profile(describe(), about, DecoderShape.of(model.config, width, kv), limits, found)

@@ -109,7 +109,7 @@ def savers(
     written.check(f"{name} {load.tokens}")
     with _model(engine.model, asked.shape, load) as source:
         with working(f"loading {name}"):
-            made = Bench.load(source, engine.dtype)
+            made = Bench.load(source, engine.dtype, weights=engine.weights)
         memory = StreamedWeight()
         run = Savers(made, chosen, load, engine.limits(), engine.verbs)
         with counting("turns", len(load.batches) * load.rounds * (1 + len(chosen))) as tell:

@@ -48,7 +48,7 @@ def grammar(
 
     cases = read(file)
     with working(f"loading {engine.model}"):
-        made = Bench.load(engine.model, engine.dtype, engine.device)
+        made = Bench.load(engine.model, engine.dtype, engine.device, engine.weights)
     words, tokenizer = words_of(made.model), Tokenizer.load(made.model.files.path)
     verdicts = []
     with counting("schemas", len(cases)) as tell:

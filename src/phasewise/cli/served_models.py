@@ -141,7 +141,8 @@ def _entry(name: str, given: Any, common: SharedOptions, at: Path) -> ModelEntry
     policy = dataclasses.replace(common.policy, **formats, sleep_after=None)
     check(policy.tool_format, policy.reasoning_format)
     return ModelEntry(
-        name, lambda: engine.llm(named, loras, **most), lambda: weight_bytes(engine.model, engine.dtype),
+        name, lambda: engine.llm(named, loras, **most),
+        lambda: weight_bytes(engine.model, engine.dtype, engine.weights),
         limits.budget + limits.kv_host, tuple(named), tuple(loras), limits.kv_disk, bool(options.get("pinned")),
         bool(options.get("preload")), options.get("sleep_after", common.policy.sleep_after), policy, common.slo,
     )  # fmt: skip

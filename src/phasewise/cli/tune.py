@@ -260,7 +260,7 @@ def _row(one: Candidate, found: list[Candidate], limit: float) -> dict[str, Any]
 def _write(path: Path, engine: EngineOptions, chosen: Candidate, aim: Aim) -> None:
     """Options of `serve` as TOML. Raises UserError."""
     verbs = {**engine.verbs, **chosen.setting.verbs}
-    own = {"model": engine.model, "dtype": engine.dtype, "kv-bytes": engine.kv_bytes}
+    own = {"model": engine.model, "dtype": engine.dtype, "weights": engine.weights, "kv-bytes": engine.kv_bytes}
     if not {"draft", "decode"} & verbs.keys():
         own["draft"] = "none"
     lines = [f"# phasewise tune: {chosen.name}, {chosen.speed:.2f} times the default's speed; max-loss {aim.max_loss}"]

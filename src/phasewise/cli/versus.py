@@ -53,7 +53,7 @@ def methods(
 
     contenders = [BenchSetting.parse(text) for text in settings] if settings else untrained()
     with working(f"loading {engine.model}"):
-        made = Bench.load(engine.model, engine.dtype, engine.device)
+        made = Bench.load(engine.model, engine.dtype, engine.device, engine.weights)
     config = made.model.config
     prompts = asked.source(engine.model, config.vocab, "code")
     run = Comparison(made, contenders, engine.limits(), engine.verbs, room)
@@ -160,7 +160,7 @@ def _beside(rounds: int, out: Path | None, tests: Tests, engine: EngineOptions) 
     limits = engine.limits()
     job = RoundWork(
         "", model, tests.names, dtype, new=tests.new, prompt=tests.prompt,
-        verbs=engine.verbs, kv_bytes=limits.kv_bytes, max_running=limits.max_running,
+        verbs=engine.verbs, kv_bytes=limits.kv_bytes, max_running=limits.max_running, weights=engine.weights,
     )  # fmt: skip
     run = Compare(job, peers_of(tests.peer))
     saved = 0

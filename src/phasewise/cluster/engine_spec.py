@@ -23,6 +23,7 @@ class EngineSpec:
     device: str = "cpu"
     verbs: Mapping[str, str | None] = field(default_factory=dict)
     recipes: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
+    weights: str | None = None  # the form that weights are rounded into
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,16 @@ class GGUFModel:
         self.where = {name: self._tensors[way.name][0].path for name, way in self._ways.items()}
         self.where.update((name, self._tensors[name][0].path) for name in left)  # so that they are reported by name
         self._ways.update((name, TensorSource(name)) for name in left)
+
+    @property
+    def stored(self) -> Mapping[str, tuple[GGUFFile, TensorInfo]]:
+        """Every tensor of the files by its name there."""
+        return self._tensors
+
+    @property
+    def sources(self) -> Mapping[str, TensorSource]:
+        """Where the files have each tensor, by its name in a checkpoint."""
+        return self._ways
 
     def _info(self, name: str) -> TensorInfo:
         if name not in self._tensors:

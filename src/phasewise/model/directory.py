@@ -12,6 +12,7 @@ from phasewise.errors import UserError
 from phasewise.model import generation
 from phasewise.model.quantisation import quantisation
 from phasewise.model.quantised import Quantised
+from phasewise.model.quantised_tables import LAYOUTS, TableQuantised
 from phasewise.model.raw import RawConfig, read_json
 from phasewise.model.special import CONFIG, TOKENIZER, read_special
 from phasewise.model.weights import Checkpoint, Tensors, head_of_its_own
@@ -51,7 +52,9 @@ class Directory:
     def tensors(self) -> Tensors:
         config = self.path / "config.json"
         said = quantisation(RawConfig(read_json(config), config)) if config.is_file() else None
-        return Checkpoint(self.path) if said is None else Quantised(Checkpoint(self.path), said)
+        if said is None:
+            return Checkpoint(self.path)
+        return (TableQuantised if said.layout in LAYOUTS else Quantised)(Checkpoint(self.path), said)
 
     def tokenizer(self) -> Backend:
         """The pipeline of tokenizer.json with the tokens that other files add or mark as special. Truncation and

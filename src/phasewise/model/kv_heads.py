@@ -11,25 +11,24 @@ checkpoint: exact where the heads span no more than those directions, else to be
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from phasewise.errors import UnsupportedModel, UserError
+from phasewise.model.alone import TextAlone
 from phasewise.model.config import ModelConfig
 from phasewise.model.layout import layout
 from phasewise.model.model import Model
 from phasewise.model.parse import parse_config
 from phasewise.model.quantisation import require_unquantised
+from phasewise.model.shards import write_checkpoint
 from phasewise.model.source import Source
-from phasewise.model.weights import INDEX, SINGLE, Tensors
-from phasewise.ops.attention import attention
+from phasewise.model.weights import Tensors
 
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "smollm3")
 WHY_NOT = {
@@ -39,7 +38,6 @@ WHY_NOT = {
     "gemma3_text": "a norm of each head lies between its projections and what is cached",
     "olmo2": "its norms of queries and keys run over all heads, the lost ones included",
 }
-SHARD_BYTES = 1 << 30  # a file's; what is in memory at a time
 
 
 @dataclass(frozen=True)
@@ -81,28 +79,6 @@ def check(files: Source, heads: int) -> ModelConfig:
 
 
 # ---- what the caches look like
-class _Watch:
-    """Runs a text through the layers, and sums up what they would cache."""
-
-    def __init__(self, model: Model, length: int, add: Callable[[int, Tensor, Tensor], None]) -> None:
-        self.model, self.add = model, add
-        places = torch.arange(length)
-        self.rotary, self.distance = model.rotary(places), places[:, None] - places
-        self.masks: dict[int | None, Tensor] = {}
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        spec = self.model.config.attention[layer]
-        self.add(layer, k, v)
-        if spec.window not in self.masks:
-            near = self.distance < (spec.window or len(self.distance))
-            self.masks[spec.window] = ((self.distance >= 0) & near)[None]
-        k, v = k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
-        return attention(q.contiguous(), k, v, self.masks[spec.window], spec.scale, spec.softcap)
-
-    def count(self, counter: str, n: int) -> None:
-        """Counts nothing."""
-
-
 @torch.inference_mode()
 def calibrate(model: Model, texts: Sequence[Sequence[int]], heads: int, tell: Callable[[int], object]) -> list[Moments]:
     """The moments of every layer over these texts, each from position 0; `tell` hears how many are done.
@@ -120,10 +96,10 @@ def calibrate(model: Model, texts: Sequence[Sequence[int]], heads: int, tell: Ca
             total += (grouped.transpose(1, 2) @ grouped).double()
 
     for done, text in enumerate(texts, 1):
-        watch = _Watch(model, len(text), add)
+        alone = TextAlone(config, model.rotary(torch.arange(len(text))), len(text), add)
         x = model.embed(torch.tensor(text))
         for i in range(config.layers):
-            x = model.layer(i, x, watch)
+            x = model.layer(i, x, alone)
         tell(done)
     return sums
 
@@ -216,33 +192,8 @@ def convert(files: Source, heads: int, basis: Sequence[Basis], target: Path) -> 
     config = check(files, heads)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} is not empty: name another folder, or empty it")
-    target.mkdir(parents=True, exist_ok=True)
     values = {**files.settings().values, "num_key_value_heads": heads, "head_dim": config.head_dim}
-    shards, total = list[list[str]](), 0
-    for number, shard in enumerate(_shards(config, basis, files.tensors())):
-        save_file(shard, str(target / f"part-{number}"), metadata={"format": "pt"})
-        shards.append(list(shard))
-        total += sum(tensor.nbytes for tensor in shard.values())
-    where: dict[str, str] = {}
-    for number, names in enumerate(shards):
-        name = SINGLE if len(shards) == 1 else f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
-        (target / f"part-{number}").rename(target / name)
-        where.update(dict.fromkeys(names, name))
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": where}
-        (target / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
-    (target / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")  # last: now it is one
-    return total
-
-
-def _shards(config: ModelConfig, basis: Sequence[Basis], tensors: Tensors) -> Iterator[dict[str, Tensor]]:
-    shard: dict[str, Tensor] = {}
-    for part in _parts(config, basis, tensors):
-        if shard and sum(tensor.nbytes for tensor in (*shard.values(), *part.values())) > SHARD_BYTES:
-            yield shard
-            shard = {}
-        shard |= {name: tensor.contiguous() for name, tensor in part.items()}
-    yield shard
+    return write_checkpoint(target, _parts(config, basis, files.tensors()), values)
 
 
 def _parts(config: ModelConfig, basis: Sequence[Basis], tensors: Tensors) -> Iterator[dict[str, Tensor]]:

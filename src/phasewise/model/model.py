@@ -18,9 +18,11 @@ from phasewise.model.mlp import MLP, LayerCounts, MoE
 from phasewise.model.norm import FullNorm, HeadNorm, RMSNorm
 from phasewise.model.parse import parse_config
 from phasewise.model.rope import RopeTables, Rotary
+from phasewise.model.rounded import RoundedTensors
 from phasewise.model.source import Source, source
 from phasewise.model.stacked import stacked
 from phasewise.model.weights import Weights
+from phasewise.model.weights_form import WeightsForm
 from phasewise.ops.linear import Linear
 from phasewise.ops.native.head import Head
 from phasewise.ops.native.stack import Stack, Turns
@@ -103,9 +105,10 @@ class Model:
     Inputs are never changed in place; every result is a fresh tensor.
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights, files: Source) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, files: Source, form: WeightsForm | None = None) -> None:
         self.config, self.dtype, self.device = config, weights.dtype, weights.device
         self.int8 = weights.int8  # linear layers have rounded weights
+        self.form = form  # that weights were rounded into when they were loaded
         self.files = files  # what was trained for the model may lie with them
         table = weights.table("embed")  # [V, d]
         self.layers = tuple(Layer(i, config, weights) for i in range(config.layers))
@@ -132,10 +135,12 @@ class Model:
 
     @classmethod
     def load(cls, path: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu",
-             context: int | None = None) -> Model:  # fmt: skip
+             context: int | None = None, form: WeightsForm | None = None) -> Model:  # fmt: skip
         """The model in a directory or a .gguf file, or of a hub id. `dtype` None keeps the checkpoint's.
 
         `dtype` int8 rounds the weights of linear layers (and embeddings, when tied) and computes in bfloat16 otherwise.
+
+        `form` rounds the matrices of all layers to their nearest levels; on a CPU they stay levels.
 
         `context` is the longest sequence to serve; None takes the checkpoint's own. Where rotary frequencies depend
         on it (longrope, dynamic), the default is the length up to which they are the trained ones.
@@ -143,7 +148,10 @@ class Model:
         """
         files = source(path)
         config = parse_config(files.settings(), context)
-        return cls(config, Weights(files.tensors(), layout(config), dtype, torch.device(device)), files)
+        tensors = files.tensors()
+        if form is not None:
+            tensors = RoundedTensors(tensors, config, form)
+        return cls(config, Weights(tensors, layout(config), dtype, torch.device(device)), files, form)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """int64 [T] -> [T, d] in the model's dtype."""

@@ -12,16 +12,17 @@ from typing import Any, NamedTuple
 from phasewise.errors import UnsupportedModel, UserError
 from phasewise.model.raw import RawConfig
 
-KEY = "quantization_config"
-READ = ("gptq (4 bits), awq (4 bits, gemm), fp8, compressed-tensors (pack-quantized of 4 bits, int-quantized of 8, "
-        "float-quantized of 8)")  # fmt: skip
+KEY, MLX = "quantization_config", "quantization"  # MLX writes one of them, or both
+PACKED_BYTES = "pack-quantized, 8 bits"
+READ = ("gptq (4 bits), awq (4 bits, gemm), fp8, compressed-tensors (pack-quantized of 4 or 8 bits, int-quantized of "
+        "8, float-quantized of 8, nvfp4- and mxfp4-pack-quantized), bitsandbytes (4 bits), MLX's (4 bits)")  # fmt: skip
 Group = tuple[int | None, int | None]  # outputs and inputs that share a scale; None: all
 
 
 class Quantisation(NamedTuple):
     """How the quantised matrices of a checkpoint lie in its files."""
 
-    layout: str  # gptq | awq | fp8 | pack-quantized | int-quantized | float-quantized
+    layout: str  # gptq | awq | fp8, or as quantised.py and quantised_tables.py name it
     groups: tuple[Group, ...]  # each matrix has one of them
     zeros: bool  # whether every matrix must have levels that stand for 0
     less_one: bool = False  # whether those are stored less one
@@ -29,10 +30,11 @@ class Quantisation(NamedTuple):
 
 def quantisation(raw: RawConfig) -> Quantisation | None:
     """What the settings say; None if the checkpoint is not quantised. Raises UnsupportedModel for what is not read."""
-    said = RawConfig(raw.mapping(KEY), f"{raw.path}: {KEY}")
+    said = _said(raw)
     if not said.values:
         return None
-    method = str(said.get("quant_method", "unknown"))
+    mlx = "quant_method" not in said.values and {"bits", "group_size"} <= said.values.keys()
+    method = "mlx" if mlx else str(said.get("quant_method", "unknown"))
     if method not in METHODS:
         raise UnsupportedModel(f"{raw.path}: the checkpoint is quantised ({method}). What can be read: {READ}, and "
                                "unquantised ones in float32, bfloat16 or float16.")  # fmt: skip
@@ -41,10 +43,16 @@ def quantisation(raw: RawConfig) -> Quantisation | None:
 
 def require_unquantised(raw: RawConfig) -> None:
     """Raise UnsupportedModel for settings of a quantised checkpoint, where weights are changed and written again."""
-    if raw.mapping(KEY):
-        method = raw.mapping(KEY).get("quant_method", "unknown")
+    if said := _said(raw).values:
+        method = said.get("quant_method", "unknown")
         raise UnsupportedModel(f"{raw.path}: the checkpoint is quantised ({method}), and its numbers would be rounded "
                                "again. Use an unquantised one in float32, bfloat16 or float16.")  # fmt: skip
+
+
+def _said(raw: RawConfig) -> RawConfig:
+    """The settings of a quantised checkpoint; empty where it is none."""
+    key = KEY if raw.mapping(KEY) else MLX
+    return RawConfig(raw.mapping(key), f"{raw.path}: {key}")
 
 
 def _gptq(said: RawConfig) -> Quantisation:
@@ -70,15 +78,24 @@ def _fp8(said: RawConfig) -> Quantisation:
 
 def _compressed(said: RawConfig) -> Quantisation:
     layout = said.get("format")
-    kinds = {"pack-quantized": ("int", 4), "int-quantized": ("int", 8), "float-quantized": ("float", 8)}
+    kinds = {"pack-quantized": ("int", (4, 8)), "int-quantized": ("int", (8,)), "float-quantized": ("float", (8,)),
+             "nvfp4-pack-quantized": ("float", (4,)), "mxfp4-pack-quantized": ("float", (4,))}  # fmt: skip
     _require(said, "format", layout, tuple(kinds))
     found = list(_weights(said))
+    kind, bits = kinds[layout]
     for each in found:
-        kind, bits = kinds[layout]
         _require(each, "type", each.get("type", "int"), (kind,))
-        _require(each, "num_bits", each.get("num_bits"), (bits,))
-        if layout != "pack-quantized":
+        _require(each, "num_bits", each.get("num_bits"), bits)
+        bits = (each.get("num_bits"),)  # of all others too
+        if layout != "pack-quantized" or bits == (8,):
             _require(each, "symmetric", each.get("symmetric", True), (True,))
+    if kind == "float" and bits == (4,):
+        size = 16 if layout.startswith("nvfp4") else 32
+        for each in found:
+            _require(each, "group_size", each.get("group_size", size), (size,))
+        return Quantisation(layout, ((1, size),), False)
+    if layout == "pack-quantized" and bits == (8,):
+        layout = PACKED_BYTES
     zeros = not any(each.get("symmetric", True) for each in found)
     return Quantisation(layout, tuple(dict.fromkeys(_shared(each) for each in found)), zeros)
 
@@ -109,7 +126,25 @@ def _weights(said: RawConfig) -> Iterator[RawConfig]:
         yield RawConfig(group["weights"], where)
 
 
-METHODS = {"gptq": _gptq, "awq": _awq, "fp8": _fp8, "compressed-tensors": _compressed}
+def _bitsandbytes(said: RawConfig) -> Quantisation:
+    _require(said, "load_in_4bit", said.get("load_in_4bit", said.get("_load_in_4bit", False)), (True,))
+    kind = said.get("bnb_4bit_quant_type", "fp4")
+    _require(said, "bnb_4bit_quant_type", kind, ("nf4", "fp4"))
+    return Quantisation(kind, (), False)  # matrices say their own sizes
+
+
+def _mlx(said: RawConfig) -> Quantisation:
+    _require(said, "bits", said.get("bits"), (4,))
+    _require(said, "mode", said.get("mode", "affine"), ("affine",))
+    for module, own in said.values.items():
+        if isinstance(own, Mapping) and any(own.get(key, said.get(key)) != said.get(key) for key in own):
+            raise UnsupportedModel(f"{said.path}: {module} has settings of its own, {dict(own)!s:.80}, which are not "
+                                   "read. Quantise all layers alike.")  # fmt: skip
+    return Quantisation("mlx", (_group(said, said.get("group_size")),), True)
+
+
+METHODS = {"gptq": _gptq, "awq": _awq, "fp8": _fp8, "compressed-tensors": _compressed,
+           "bitsandbytes": _bitsandbytes, "mlx": _mlx}  # fmt: skip
 
 
 def _require(said: RawConfig, key: str, value: Any, known: tuple[Any, ...]) -> None:

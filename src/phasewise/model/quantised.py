@@ -6,6 +6,7 @@ Layouts differ in what lies beside what. Words are int32 of eight levels, the fi
     gptq             qweight [in / 8, out]   qzeros [groups, out / 8]               scales [groups, out]
     awq              qweight [in, out / 8]   qzeros [groups, out / 8]               scales [groups, out]
     pack-quantized   weight_packed [out, in / 8]   weight_zero_point [out / 8, groups]   weight_scale [out, groups]
+    .. of 8 bits     weight_packed [out, in / 4], of four levels a word              weight_scale [out, groups]
     int-quantized    weight int8 [out, in]                                          weight_scale [out, groups]
     float-quantized  weight fp8 [out, in]             a scale per output or per block of outputs, or one in weight_scale
     fp8              weight fp8 [out, in]             a scale per block of outputs and inputs in weight_scale_inv
@@ -31,7 +32,7 @@ from torch import Tensor
 
 from phasewise.errors import WeightsError
 from phasewise.gguf.blocks import BlockMatrix
-from phasewise.model.quantisation import READ, Quantisation
+from phasewise.model.quantisation import PACKED_BYTES, READ, Quantisation
 from phasewise.model.weights import DTYPES, Checkpoint
 from phasewise.ops.native.levels import KINDS
 
@@ -124,6 +125,11 @@ LAYOUTS = {
         zero_levels=lambda words: words.numpy().view(np.uint8),
     ),
 }  # fmt: skip
+LAYOUTS[PACKED_BYTES] = LAYOUTS["pack-quantized"]._replace(
+    zeros=None, order=None, bits=8,
+    size=lambda shape: (shape[0], shape[1] * 4),
+    rows=lambda words, start, end: _bytes(words[start:end]) ^ np.uint8(128),  # signed
+)  # fmt: skip
 FP8 = LAYOUTS["int-quantized"]._replace(dtype=torch.float8_e4m3fn)
 LAYOUTS |= {"float-quantized": FP8, "fp8": FP8._replace(scales="weight_scale_inv")}
 SHAPE = "weight_shape"  # of compressed-tensors: what words were padded from
@@ -229,8 +235,10 @@ class QuantisedMatrix:
 
     def _values(self, some: slice) -> Tensor:
         """Levels less zeros of some outputs, float32."""
-        if self.layout.bits == 8:
+        if self.layout.dtype == torch.float8_e4m3fn:
             return self.levels[some].float()
+        if self.layout.bits == 8:
+            return torch.from_numpy(self.layout.rows(self.levels, some.start, some.stop).view(np.int8)).float()
         levels = torch.from_numpy(_apart(self.layout.rows(self.levels, some.start, some.stop)).astype(np.float32))
         if self.zero_levels is None:
             return levels - MIDDLE
@@ -332,7 +340,7 @@ class Quantised:
             (must if self._said.zeros else may)[layout.zeros] = (torch.int32,)
         if layout.order is not None:
             may[layout.order] = (torch.int32, torch.int64)
-        if self._said.layout == "pack-quantized":
+        if self._layout.levels == "weight_packed":
             may[SHAPE] = (torch.int32, torch.int64)
         parts: dict[str, Tensor] = {}
         for part, dtypes in (must | may).items():
@@ -364,7 +372,7 @@ class Quantised:
         if layout.order in parts:
             said = self._order(module, parts[layout.order], inputs, groups)
             group_of = group_of if np.array_equal(said, group_of) else said
-        if layout.dtype == torch.int8 and inputs % KINDS["Q8_0"].inputs:
+        if layout.bits == 8 and layout.dtype != torch.float8_e4m3fn and inputs % KINDS["Q8_0"].inputs:
             raise self._wrong(module, f"has {inputs} inputs, and a multiple of {KINDS['Q8_0'].inputs} is read")
         name = f"{self.directory}: {module}"
         return QuantisedMatrix(name, layout, levels, scales, zeros, self._said.less_one, group_of, tall)

@@ -40,6 +40,7 @@ class BusyWorker:
     limits: Limits
     threads: int
     cores: Sequence[int] | None = None
+    weights: str | None = None  # the form that they are rounded into
 
 
 def around(profiler: StepProfiler, like: BusyWorker, rounds: int) -> tuple[Beside, Beside]:
@@ -120,7 +121,7 @@ def _work(busy: BusyWorker, kind: Path, ready: Event, stop: Event) -> None:
     from phasewise.engine.engine import Engine
 
     run_on(busy.cores, busy.threads)
-    made = Bench.load(busy.model, busy.dtype)
+    made = Bench.load(busy.model, busy.dtype, weights=busy.weights)
     engine = made.engine(dict(busy.verbs), busy.limits)
     assert isinstance(engine, Engine)
     profiler = StepProfiler(engine, random_prompts(made.model.config.vocab, 1))
