@@ -19,35 +19,17 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from random import Random
-
-import torch
-from torch import Tensor
 
 from phasewise.bench import machine, quality, report
+from phasewise.bench.divergence import WindowScores, compared, loss_table, windows
 from phasewise.bench.rounds import agreement
 from phasewise.cli.evaluate import judge_of
 from phasewise.cli.options import EngineOptions
 from phasewise.cli.progress import counting
 from phasewise.errors import UserError, near
 from phasewise.known import shelf
-from phasewise.known.corpus import sources
 from phasewise.known.models import KNOWN
 from phasewise.load import dtype_of, files_of, load_model
-from phasewise.model.model import Model
-from phasewise.model.tokenizer import beginning, begun
-from phasewise.train.artefacts.attend_zero_tuning import logits_of
-
-ROWS = 128  # whose distributions over the vocabulary are compared at a time
-
-
-@dataclass
-class Read:
-    """What one dtype made of the windows: nats per token of each, and against the reference's."""
-
-    nats: list[float] = field(default_factory=list)
-    divergence: list[float] = field(default_factory=list)  # KL(reference || this one), nats
-    moved: list[float] = field(default_factory=list)  # mean |delta log p|
 
 
 @dataclass
@@ -82,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(
         f"{machine.cpu()}, {machine.kernels()}; {asked.windows} windows of {asked.tokens} tokens, seed {asked.seed}\n"
     )
-    print(loss_table({model: read(model, dtypes, asked) for model in models}, asked.reference))
+    print(report.markdown(*loss_table({model: read(model, dtypes, asked) for model in models}, asked.reference)))
     for model in models if tasks else ():
         found = {name: judged(model, name, tasks, asked) for name in dtypes}
         weights = ", ".join(f"{name} {report.size(found[name].weight_bytes)}" for name in dtypes)
@@ -112,62 +94,12 @@ def here(name: str) -> bool:
 
 
 # ---- the loss of text
-def read(model: str, dtypes: Sequence[str], asked: argparse.Namespace) -> dict[str, Read]:
+def read(model: str, dtypes: Sequence[str], asked: argparse.Namespace) -> dict[str, WindowScores]:
     """All windows, by all dtypes; each model is loaded once per dtype."""
-    tokenizer, rng = files_of(model).tokenizer(), Random(asked.seed)
-    ids = list(tokenizer.encode("\n\n".join(sources(held_out=True).values()), add_special_tokens=False).ids)
+    texts = windows(files_of(model).tokenizer(), asked.windows, asked.tokens, asked.seed)
     loaded = {name: load_model(model, dtype=dtype_of(name)) for name in dtypes}
-    found = {name: Read() for name in dtypes}
     with counting(model, asked.windows) as tell:
-        for number in range(asked.windows):
-            start = rng.randrange(max(1, len(ids) - asked.tokens))
-            tokens = begun(ids[start : start + asked.tokens], beginning(tokenizer))
-            plain = scores(loaded[asked.reference], tokens)
-            for name, one in loaded.items():
-                compare(plain, plain if name == asked.reference else scores(one, tokens), tokens, found[name])
-            tell(number + 1)
-    return found
-
-
-def scores(model: Model, tokens: list[int]) -> Tensor:
-    """Log-probabilities float32 [tokens - 1, V] of what follows each token but the last."""
-    (logits,) = logits_of(model, [tokens])
-    return logits[:-1].log_softmax(-1)
-
-
-def compare(plain: Tensor, other: Tensor, tokens: list[int], to: Read) -> None:
-    """Add a window to what one dtype was found to make of them."""
-    after = torch.tensor(tokens[1:])[:, None]
-    own, theirs = other.gather(1, after).double(), plain.gather(1, after).double()
-    pieces = zip(plain.split(ROWS), other.split(ROWS))
-    divergence = sum(float((p.double().exp() * (p.double() - q.double())).sum()) for p, q in pieces)
-    to.nats.append(-float(own.mean()))
-    to.divergence.append(divergence / len(after))
-    to.moved.append(float((own - theirs).abs().mean()))
-
-
-def loss_table(found: dict[str, dict[str, Read]], reference: str) -> str:
-    """One line per model and dtype."""
-    header = ["model", "dtype", "nats/token", f"more than {reference}", "of it", "KL, nats", "mean abs delta log p"]
-    body = []
-    for model, dtypes in found.items():
-        base = dtypes[reference].nats
-        for name, one in dtypes.items():
-            cells = [model, name, "{:.4f} ({:.3f} to {:.3f})".format(*averaged(one.nats))]
-            if name == reference:
-                body.append([*cells, "-", "-", "-", "-"])
-                continue
-            more = averaged([ours - theirs for ours, theirs in zip(one.nats, base)])
-            cells += ["{:+.4f} ({:+.4f} to {:+.4f})".format(*more), f"{more[0] / averaged(base)[0]:+.2%}"]
-            cells += ["{:.5f} ({:.5f} to {:.5f})".format(*averaged(one.divergence))]
-            body.append([*cells, "{:.4f} ({:.4f} to {:.4f})".format(*averaged(one.moved))])
-    return report.markdown(header, body)
-
-
-def averaged(values: Sequence[float]) -> tuple[float, float, float]:
-    """The mean and its interval."""
-    row = quality.mean("", "nats/token", values)
-    return row.value, row.low, row.high
+        return compared(loaded, asked.reference, texts, tell)
 
 
 # ---- the answers to tasks
