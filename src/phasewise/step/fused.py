@@ -300,7 +300,7 @@ class NativeStep:
 def stops_at(taps: set[int], layers: Sequence[int]) -> list[tuple[int, int]] | None:
     """Where a pass over these layers stops so that rows after the layers `taps` are copied: (tap, half) in order. A
     layer that does not run leaves rows as the one before it; None if no layer runs before one of them."""
-    stops = [(tap, 2 * sum(layer < tap for layer in layers) or 2) for tap in sorted(taps)]
+    stops = [(tap, 2 * sum(layer <= tap for layer in layers)) for tap in sorted(taps)]
     return None if any(not half for _, half in stops) else stops
 
 
