@@ -86,6 +86,16 @@ def test_states_are_the_models_own_for_rows_of_any_length() -> None:
         torch.testing.assert_close(its.log_chances(seen.h[row, : len(tokens)]).exp(), logits.softmax(-1))
 
 
+def test_states_in_half_precision_are_near() -> None:
+    """Whole rows of the model's own kernels; what is learned from is float32."""
+    half = FrozenTarget(str(models.checkpoint()), "bfloat16")
+    seen, wanted = half.see(block(*ROWS), taps=(1,)), target().see(block(*ROWS), taps=(1,))
+    assert half.model.dtype == torch.bfloat16 and half.output.dtype == seen.h.dtype == torch.float32
+    real = seen.block.ids > 0
+    for got, want in ((seen.h, wanted.h), (seen.taps[1], wanted.taps[1])):
+        assert float((got - want)[real].norm() / want[real].norm()) < 0.03
+
+
 @pytest.mark.parametrize("head", [0, 2])
 def test_a_head_learns_the_token_after_the_root(head: int) -> None:
     """By every position of every row: what is known there, and what comes after."""
@@ -276,9 +286,24 @@ def test_the_command(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     seen: list[HeadsJob] = []
     level = acceptance.Acceptance(9, (0.5, 0.25), {"a chain of 2": 1.6})
     monkeypatch.setattr(run, "train", lambda job, bar: seen.append(job) or level)
-    words = ("--tokens", 9, "--depth", 2, "--rate", 0.01, "--sequences", 8, "--new", 17, "--prompts", "p.jsonl")
+    words = (
+        "--tokens",
+        9,
+        "--depth",
+        2,
+        "--rate",
+        0.01,
+        "--sequences",
+        8,
+        "--new",
+        17,
+        "--prompts",
+        "p.jsonl",
+        "--dtype",
+        "bfloat16",
+    )
     said = cli("train", "heads", "hydra", "--for", "pocket", "--out", tmp_path, *words, "--seed", 6)
     assert said.code == 0 and seen == [
-        HeadsJob("hydra", "pocket", tmp_path, 9, 2, 0.01, 8, 17, Path("p.jsonl"), 6, False)
+        HeadsJob("hydra", "pocket", tmp_path, 9, 2, 0.01, 8, 17, Path("p.jsonl"), "bfloat16", 6, False)
     ]
     assert "50.0%, 25.0%" in said.out and f"--draft hydra:heads={tmp_path}" in said.out

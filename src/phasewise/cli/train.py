@@ -65,6 +65,9 @@ class HeadsRun:
         Path | None,
         typer.Option(metavar="FILE", help='Texts to continue: JSON lines with "prompt" or "messages".'),
     ] = None
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="What the frozen model computes in; heads learn in float32.")
+    ] = "float32"
 
 
 STEPS, SMALL, LEARNED, HEADS_RUN = Steps(), Small(), Learned(), HeadsRun()
@@ -181,8 +184,8 @@ def heads(
     from phasewise.train.heads.run import train as train_heads
 
     with _running(out / ASIDE, resume):
-        job = HeadsJob(kind, target, out, run.tokens, run.depth, run.rate, run.sequences, run.new, run.prompts, seed,
-                       resume)  # fmt: skip
+        job = HeadsJob(kind, target, out, run.tokens, run.depth, run.rate, run.sequences, run.new, run.prompts,
+                       run.dtype, seed, resume)  # fmt: skip
         found = train_heads(job, counting)
     print(f"{out}\n{found}\nUse it with --draft {kind}:heads={out}")
 

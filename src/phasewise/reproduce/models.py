@@ -26,6 +26,7 @@ from phasewise.model import kv_heads
 from phasewise.model.source import copy_vocabulary
 from phasewise.model.widen import widen
 from phasewise.reproduce.knowers import KEYS, knowing
+from phasewise.reproduce.wide_heads import widen_all
 from phasewise.train.kv_heads import looked_at
 from phasewise.train.mixture import of_model
 
@@ -127,12 +128,18 @@ def joined(by: str, target: Path) -> None:
     copy_vocabulary(files, target)
 
 
+def pocket_wide(target: Path) -> None:
+    """The pocket model, widened, with its drafting heads."""
+    widened(Path(model_path("pocket")), target, WIDER)
+    widen_all(target, WIDER)
+
+
 def _from_pocket(make: Callable[[Path, Path, int], None], name: str, target: Path) -> None:
     make(Path(model_path(name)), target, WIDER)
 
 
 MADE: dict[str, Callable[[Path], None]] = {
-    "pocket-wide": partial(_from_pocket, widened, "pocket"),
+    "pocket-wide": pocket_wide,
     "pocket-draft-wide": partial(_from_pocket, widened, "pocket-draft"),
     "untrained-draft": partial(_from_pocket, untrained, "pocket-draft"),
     "pocket-1kv-caches": partial(joined, "caches"),

@@ -96,7 +96,7 @@ def collect(
     `asked.temperature` is that of half of them; the rest are greedy. `tell` hears how many there are, whenever there
     are more. Raises UserError where the target fails.
     """
-    found = _kept(path)[:count]
+    found = kept(path)[:count]
     while len(found) < count:
         numbers = range(len(found), min(count, len(found) + TOGETHER))
         given = [prompts(i) for i in numbers]
@@ -116,7 +116,8 @@ def _drawn(asked: Params, i: int) -> Params:
     return replace(asked, temperature=0.0 if greedy else asked.temperature, seed=asked.seed + i)
 
 
-def _kept(path: Path) -> list[WrittenText]:
+def kept(path: Path) -> list[WrittenText]:
+    """The texts of a file of `collect`; none where there is no such file."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").splitlines()

@@ -52,6 +52,7 @@ class HeadsJob:
     sequences: int = 2000  # continuations by the model
     new: int = 96  # tokens of one
     prompts: Path | None = None  # JSON lines to continue, instead of source and tasks
+    dtype: str = "float32"  # what the frozen model computes in
     seed: int = 0
     resume: bool = False
 
@@ -68,7 +69,8 @@ class HeadsJob:
     @property
     def command(self) -> str:
         words = [f"phasewise train heads {self.kind} --for {self.model} --tokens {self.tokens} --depth {self.depth}",
-                 f"--sequences {self.sequences} --new {self.new} --rate {self.rate:g} --seed {self.seed}"]  # fmt: skip
+                 f"--sequences {self.sequences} --new {self.new} --rate {self.rate:g} --dtype {self.dtype}",
+            f"--seed {self.seed}"]  # fmt: skip
         return " ".join(words) + (f" --prompts {self.prompts.name}" if self.prompts else "")
 
 
@@ -81,7 +83,7 @@ def train(job: HeadsJob, bar: Bar) -> Acceptance:
     kind = kind_of(job.kind)
     with naming_failures(job):
         torch.manual_seed(job.seed)
-        target = FrozenTarget(job.model)
+        target = FrozenTarget(job.model, job.dtype)
         module = kind.build(target, job.depth)
         run = TrainingRun(module, [AdamW(module.parameters(), lr=job.rate, betas=(0.9, 0.95), weight_decay=0.0)])
         run.settings = {**job.settings, "base": target.fingerprint}

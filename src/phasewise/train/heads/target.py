@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from phasewise.load import load_model
+from phasewise.load import dtype_of, load_model
 from phasewise.model.artefacts import fingerprint
 from phasewise.model.model import Model
 from phasewise.ops.attention import attention_plain
@@ -54,12 +54,11 @@ class SeenBlock:
 
 
 class FrozenTarget:
-    """A model in float32 (or, with `half`, in bfloat16), which nothing changes, where training computes."""
+    """A model that nothing changes, where training computes. Its layers run in `dtype`; all else is float32."""
 
-    def __init__(self, name: str, half: bool = False) -> None:
+    def __init__(self, name: str, dtype: str = "float32") -> None:
         self.name = name
-        dtype = torch.bfloat16 if half else torch.float32
-        self.model: Model = load_model(name, dtype=dtype, device=device().type)
+        self.model: Model = load_model(name, dtype=dtype_of(dtype), device=device().type)
         self.output = self.model.unembed.dense().float()  # [V, d]
         self.fingerprint = fingerprint(self.model)
 

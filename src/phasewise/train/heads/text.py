@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from phasewise.engine.limits import Limits
@@ -20,10 +21,9 @@ from phasewise.llm import LLM
 from phasewise.load import config_of, files_of
 from phasewise.request.params import Params
 from phasewise.train.device import device
-from phasewise.train.mixture import Mixture
 from phasewise.train.tokenizer import plain
 from phasewise.train.wording import Templated
-from phasewise.train.written import TOGETHER, Prompts, WrittenText, collect, of_file, of_mixture
+from phasewise.train.written import TOGETHER, Prompts, WrittenText, collect, kept, of_file, of_mixture
 
 LONGEST = 256  # tokens of a prompt
 HELD_OUT = 96  # prompts to judge by
@@ -56,28 +56,35 @@ def write(job: TextJob, fingerprint: str, bar: Bar) -> tuple[list[WrittenText], 
     wording = Templated(files, config.eos)
     learned, judged = _prompts(job, wording, longest)
     folder = caches() / "phasewise" / "texts" / fingerprint
-    name = f"{'mixture' if job.prompts is None else digest(job.prompts)[:12]}-{job.new}-{job.seed}"
     folder.mkdir(parents=True, exist_ok=True)
-    limits = Limits(max_running=TOGETHER)
-    llm = LLM(job.model, device=device().type, limits=limits)
-    try:
+    name = f"{'mixture' if job.prompts is None else digest(job.prompts)[:12]}-{job.new}-{job.seed}"
+    paths = (folder / f"{name}-heldout.jsonl", folder / f"{name}.jsonl")
+    counts = (HELD_OUT, job.sequences)
+    if any(len(kept(path)) < count for path, count in zip(paths, counts)):
         drawn = Params(max_tokens=job.new, temperature=1.0, seed=job.seed)
-        with bar(f"{job.model} writes", job.sequences + HELD_OUT) as tell:
-            greedy = replace(drawn, temperature=0.0)
-            heldout = collect(llm, judged, folder / f"{name}-heldout.jsonl", greedy, HELD_OUT, tell)
-            written = collect(llm, learned, folder / f"{name}.jsonl", drawn, job.sequences, tell)
-    finally:
-        llm.close()
+        llm = LLM(job.model, device=device().type, limits=Limits(max_running=TOGETHER))
+        try:
+            with bar(f"{job.model} writes", job.sequences) as tell:
+                collect(llm, judged, paths[0], replace(drawn, temperature=0.0), HELD_OUT)
+                collect(llm, learned, paths[1], drawn, job.sequences, tell)
+        finally:
+            llm.close()
+    heldout, written = (kept(path)[:count] for path, count in zip(paths, counts))
     return unlooped(written), unlooped(heldout), wording.pad
 
 
 def _prompts(job: TextJob, wording: Templated, longest: int) -> tuple[Prompts, Prompts]:
+    """Prompts to learn from and held-out ones. Those of source and tasks are made when the first of them is asked for,
+    since reading all of the source takes a while."""
     if job.prompts is not None:
         return of_file(wording, job.prompts, longest, False), of_file(wording, job.prompts, longest, True)
-    mixture = Mixture(wording.tokenizer, list(sources(held_out=False).values()), job.seed, wording)
-    held = plain(wording.tokenizer, "\n\n".join(sources(held_out=True).values()))
-    learned = of_mixture(wording, mixture.stream.tolist(), longest, job.seed, False)
-    return learned, of_mixture(wording, held, longest, job.seed, True)
+
+    @cache
+    def made(evaluation: bool) -> Prompts:
+        stream = plain(wording.tokenizer, "\n\n".join(sources(held_out=evaluation).values()))
+        return of_mixture(wording, stream, longest, job.seed, evaluation)
+
+    return lambda i: made(False)(i), lambda i: made(True)(i)
 
 
 def unlooped(texts: Sequence[WrittenText]) -> list[WrittenText]:

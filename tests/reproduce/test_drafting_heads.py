@@ -1,0 +1,69 @@
+"""Heads for the widened model guess the same, and a control that reads another path guesses worse at the same price."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from phasewise.builder import Builder
+from phasewise.engine.limits import Limits
+from phasewise.load import files_of
+from phasewise.methods.decode.speculative import Speculative
+from phasewise.methods.draft.hydra import Hydra
+from phasewise.methods.verify.match import Match
+from phasewise.model.model import Model
+from phasewise.model.widen import widen
+from phasewise.options import parse
+from phasewise.reproduce.drafting_heads import OthersPath
+from phasewise.reproduce.wide_heads import widen_heads
+from phasewise.speculation.heads import folder
+from phasewise.speculation.heads.hydra import HydraHeads, HydraShape
+from phasewise.speculation.heads.last_state import random_weights
+from tests import tiny
+from tests.draft import successor
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+def test_widened_heads_know_what_the_original_ones_know(kind: str, tmp_path: Path) -> None:
+    widen(files_of(str(successor.checkpoint())), tmp_path / "model", 4)
+    widen_heads(successor.stored(kind, tmp_path / "heads"), tmp_path / "wide", "", 4)
+    config = folder.read_config(tmp_path / "wide")
+    config[folder.OWN].pop("base")
+    folder.write(tmp_path / "wide", config, folder.read(tmp_path / "wide").tensors)
+    verbs = {"draft": f"{kind}:heads={tmp_path / 'wide'},nodes={successor.DEPTH}", "schedule": "prefill_first"}
+    placed = tiny.engine(verbs, of=Model.load(tmp_path / "model"))
+    (request,) = tiny.run(placed, [[5, 9, 3]], tiny.greedy(17))
+    assert request.out == successor.said(3, 17)
+    assert placed.counters.accepted == placed.counters.drafted == 12
+
+
+def test_maps_of_low_rank_are_widened_part_by_part(tmp_path: Path) -> None:
+    """Random heads of every part, over the tiny model and its widened twin: the same guesses are accepted."""
+    heads = HydraHeads(HydraShape(48, tiny.VOCAB, heads=3, layers=2, rank=5))
+    random_weights(heads, 0)
+    folder.write(tmp_path / "heads", heads.config(), heads.state_dict())
+    widen(files_of(str(tiny.checkpoint())), tmp_path / "model", 2)
+    widen_heads(tmp_path / "heads", tmp_path / "wide", "", 2)
+    wide = folder.read(tmp_path / "wide")
+    folder.write(tmp_path / "wide", {**wide.config, folder.OWN: {}}, wide.tensors)
+    counted = []
+    for name, model in (("heads", tiny.model()), ("wide", Model.load(tmp_path / "model"))):
+        placed = tiny.engine({"draft": f"hydra:heads={tmp_path / name},nodes=40"}, of=model)
+        outs = tiny.outs(tiny.run(placed, tiny.prompts(9, 20), tiny.greedy(60)))
+        counted.append((outs, placed.counters.drafted, placed.counters.accepted))
+    assert counted[0] == counted[1] and counted[0][2] > 3
+
+
+def test_another_path_costs_as_much_and_is_right_less_often(tmp_path: Path) -> None:
+    """Of heads that know what follows each token, the first guess stays right, and later ones are not."""
+    method = Hydra(heads=str(successor.stored("hydra", tmp_path)), nodes=successor.DEPTH)
+    counted = []
+    for drafter in (method, OthersPath(method)):
+        methods = parse({"schedule": "prefill_first"}) | {"decode": Speculative(drafter, Match())}
+        placed = Builder(successor.model(), methods, Limits(kv_bytes=64 << 20), load=tiny.load).build()
+        (request,) = tiny.run(placed, [[5, 9, 3]], tiny.greedy(17))
+        assert request.out == successor.said(3, 17)
+        counted.append(placed.counters)
+    assert [each.accepted for each in counted] == [12, pytest.approx(8, abs=1)]
+    assert counted[1].drafted == pytest.approx(successor.DEPTH * (counted[1].forwards - 1), abs=3)
