@@ -35,7 +35,9 @@ for command in sys.argv[1:]:
 
 
 def test_help_and_mistakes_come_at_once() -> None:
-    wrong, version, *helps = light("serve --evict snapkw", "--version", *(f"{name} --help" for name in ["", *COMMANDS]))
+    wrong, form, version, *helps = light("serve --evict snapkw", "serve --weights int5", "--version",
+                                         *(f"{name} --help" for name in ["", *COMMANDS]))  # fmt: skip
+    assert form[0] == 2 and "no form of weights is called 'int5'" in form[1]
     assert wrong[0] == 2 and wrong[1].startswith("error: unknown evict method 'snapkw'. Did you mean snapkv?")
     assert version == (0, f"phasewise {phasewise.__version__}\n")
     for command, (code, text) in zip(["", *COMMANDS], helps, strict=True):

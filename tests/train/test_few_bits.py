@@ -25,6 +25,7 @@ from phasewise.train import awq, few_bits
 from phasewise.train.awq import folded_norm, searched
 from phasewise.train.few_bits import FewBitsJob, convert
 from phasewise.train.gptq import gptq, row_errors
+from tests.model import test_quantised, test_quantised_tables
 from tests.model.reference import run, save_random
 from tests.model.test_levels import MODELS, TOKENS, rounded_linears
 from tests.serve.tiny_chat import write_tokenizer
@@ -205,6 +206,25 @@ def test_a_conversion_that_is_cut_short_goes_on_to_the_same_bits(
     assert again == errors and not cut.aside.exists()
     for file in ("model.safetensors", "config.json", "tokenizer.json"):
         assert (cut.out / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["gptq, inputs by activation", "mlx"])
+def test_a_checkpoint_in_few_bits_is_rounded_again_and_said_to_be(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if name == "mlx":
+        test_quantised_tables.write(test_quantised_tables.CASES[name], tmp_path / "base")
+    else:
+        test_quantised.write(test_quantised.CASES[name], tmp_path / "base")
+    write_tokenizer(tmp_path / "base")
+    convert(FewBitsJob(str(tmp_path / "base"), tmp_path / "out", G32), silent)
+    assert "is in few bits already (model.layers.0.self_attn.q_proj.weight" in caplog.text
+    meant = Model.load(tmp_path / "base" / "dense", dtype=torch.float32, form=G32)
+    for a, b in zip(
+        rounded_linears(Model.load(tmp_path / "out", dtype=torch.float32)), rounded_linears(meant), strict=True
+    ):
+        assert torch.allclose(a, b, rtol=1e-6)
 
 
 def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,11 +21,13 @@ from torch import Tensor
 from phasewise.model.config import ModelConfig
 from phasewise.model.layout import layout
 from phasewise.model.levels import Levels, matrices
+from phasewise.model.quantisation import MLX
 from phasewise.model.raw import RawConfig
 from phasewise.model.weights import DTYPES, Tensors
 from phasewise.model.weights_form import WeightsForm
 
 PACKED, SCALE, SHAPE, ZERO = "_packed", "_scale", "_shape", "_zero_point"  # after the name of a weight
+LEFT_OUT = ("dtype", "transformers_weights", MLX)  # of the settings
 ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "mixtral": "Mixtral", "qwen2": "Qwen2", "qwen3": "Qwen3",
                  "qwen3_moe": "Qwen3Moe", "phi3": "Phi3", "olmo2": "Olmo2", "smollm3": "SmolLM3", "gemma2": "Gemma2",
                  "gemma3_text": "Gemma3"}  # fmt: skip
@@ -83,7 +85,7 @@ def settings(raw: RawConfig, config: ModelConfig, form: WeightsForm) -> dict[str
         "kv_cache_scheme": None, "global_compression_ratio": None,
     }  # fmt: skip
     known = {"architectures": [f"{ARCHITECTURES[config.family]}ForCausalLM"]} if config.family in ARCHITECTURES else {}
-    values = {name: value for name, value in raw.values.items() if name not in ("dtype", "transformers_weights")}
+    values = {name: value for name, value in raw.values.items() if name not in LEFT_OUT}
     return {**known, **values, "torch_dtype": "bfloat16", "tie_word_embeddings": config.tied,
             "quantization_config": told}  # fmt: skip
 

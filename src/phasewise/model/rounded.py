@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,15 @@ log = logging.getLogger(__name__)
 OUTPUTS = 256  # that are rounded at a time
 
 
+def tell_rounded(tensors: Tensors, names: Iterable[str]) -> None:
+    """Warn where the first of these matrices that is in few bits already would be rounded again."""
+    for name in names:
+        stored = tensors.blocks(name) if name in tensors.where else None
+        if stored is not None and stored.kind in KINDS:
+            log.warning("%s is in few bits already (%s: %s): it is rounded again", tensors.directory, name, stored.kind)
+            return
+
+
 class RoundedTensors:
     """A checkpoint's tensors, the matrices of its layers in a form. All else stays as its file has it, but that
     floating-point tensors are bfloat16 unless told otherwise: that is the dtype with kernels for levels.
@@ -37,13 +47,7 @@ class RoundedTensors:
         self._sizes = matrices(config)
         require_whole_groups(form, self._sizes, tensors.directory)
         self.where: dict[str, Path] = tensors.where
-        again = next(filter(self._in_few_bits, self._sizes), None)
-        if again is not None:
-            log.warning("%s is in few bits already (%s): levels are rounded again", tensors.directory, again)
-
-    def _in_few_bits(self, name: str) -> bool:
-        stored = self._tensors.blocks(name) if name in self.where else None
-        return stored is not None and stored.kind in KINDS
+        tell_rounded(tensors, self._sizes)
 
     @property
     def directory(self) -> Path:

@@ -29,6 +29,7 @@ from phasewise.model.fingerprint import fingerprint
 from phasewise.model.layout import layout
 from phasewise.model.levels import Levels, matrices, require_whole_groups, rounded_to_nearest
 from phasewise.model.parse import parse_config
+from phasewise.model.rounded import tell_rounded
 from phasewise.model.shards import write_checkpoint
 from phasewise.model.source import Source, copy_vocabulary
 from phasewise.model.tokenizer import beginning, begun
@@ -105,6 +106,7 @@ class _Run:
         if job.gguf:
             gguf_file.check(self.files)
         self._check_target()
+        tell_rounded(self.tensors, matrices(self.config))
 
     def _check_target(self) -> None:
         job = self.job
