@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 
 from phasewise.bench import machine, report
-from phasewise.bench.divergence import WindowScores, compared, loss_table, windows
+from phasewise.bench.divergence import compared, loss_table, windows
 from phasewise.bench.rows import index
 from phasewise.cli.evaluate import judge_of
 from phasewise.cli.options import EngineOptions
@@ -76,22 +76,21 @@ def beside(name: str) -> ModuleType:
 
 
 def measure(model: str, asked: argparse.Namespace, folder: Path, sibling: ModuleType) -> None:
-    """Print both tables of one model."""
-    reference, found, said = asked.forms[0], dict[str, WindowScores](), dict[str, EngineOptions]()
-    texts = windows(files_of(model).tokenizer(), asked.windows, asked.tokens, asked.seed)
-    plain = load_model(model, dtype=dtype_of(reference))
+    """Print both tables of one model, whose forms are all in memory at once."""
+    said, loaded = dict[str, EngineOptions](), dict[str, Model]()
     for form in asked.forms:
         try:
-            said[form] = options(model, form, folder)
-            loaded = plain if form == reference else loaded_as(said[form])
+            engine = options(model, form, folder)
+            loaded[form] = load_model(engine.model, dtype=dtype_of(engine.dtype), weights=engine.weights)
+            said[form] = engine
         except UserError as error:
             print(f"\n{model}, {form} is left out: {error}")
-            said.pop(form, None)
-            continue
-        with counting(f"{model}, {form}", asked.windows) as tell:
-            found[form] = compared({reference: plain, form: loaded}, reference, texts, tell)[form]
+    texts = windows(files_of(model).tokenizer(), asked.windows, asked.tokens, asked.seed)
+    with counting(model, asked.windows) as tell:
+        found = compared(loaded, asked.forms[0], texts, tell)
     print()
-    print(report.markdown(*loss_table({model: found}, reference)), flush=True)
+    print(report.markdown(*loss_table({model: found}, asked.forms[0])), flush=True)
+    loaded.clear()
     if asked.tasks != "none":
         judge(model, said, asked, sibling)
 
@@ -107,10 +106,6 @@ def options(model: str, form: str, folder: Path) -> EngineOptions:
     if not out.exists():
         convert(FewBitsJob(model, out, levels, how), counting)
     return EngineOptions(model=str(out))
-
-
-def loaded_as(engine: EngineOptions) -> Model:
-    return load_model(engine.model, dtype=dtype_of(engine.dtype), weights=engine.weights)
 
 
 def judge(model: str, said: dict[str, EngineOptions], asked: argparse.Namespace, sibling: ModuleType) -> None:

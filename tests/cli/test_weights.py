@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import phasewise.serve.app
+from phasewise.builder import build
 from phasewise.cluster.engine_spec import EngineSpec
 from phasewise.engine.limits import Limits
 from phasewise.llm import LLM
@@ -50,6 +51,16 @@ def test_a_model_wakes_up_in_its_form(base: Path) -> None:
 def test_workers_are_told_the_form() -> None:
     spec = EngineSpec("model", LIMITS, weights=FORM)
     assert EngineSpec.of(json.loads(json.dumps(spec.plain()))) == spec
+
+
+def test_kv_on_disk_is_of_one_form(base: Path, tmp_path: Path) -> None:
+    found = set()
+    for form in (None, FORM, "int8:group=32"):
+        limits = Limits(kv_bytes=64 << 20, kv_disk=str(tmp_path / str(form)), kv_disk_bytes=1 << 20)
+        tiers, identity = build(EngineSpec(str(base), limits, weights=form))._tiers()
+        assert tiers is not None
+        found.add(identity)
+    assert len(found) == 3
 
 
 def test_a_model_of_a_file_of_models_has_its_own_form(base: Path, tmp_path: Path, cli: Cli,
