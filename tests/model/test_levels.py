@@ -3,6 +3,8 @@ are loaded."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -186,3 +188,34 @@ def test_numbers_that_are_not_finite_are_refused() -> None:
     spoilt[2, 7] = float("nan")
     with pytest.raises(UserError, match=r"layers\.3\.o_proj has numbers that are not finite"):
         rounded_to_nearest(spoilt, WeightsForm(), "layers.3.o_proj")
+
+
+PROBE = """
+import sys
+from pathlib import Path
+from phasewise.load import load_model
+
+def status(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+load_model(sys.argv[1], weights="int4:group=64")  # a first one leaves what any does
+Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+before = status("VmRSS")
+model = load_model(sys.argv[2], weights="int4:group=64")
+print(status("VmRSS") - before, status("VmHWM") - status("VmRSS"), model.weight_bytes)
+"""
+
+
+@needs_kernels
+@pytest.mark.thorough
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_model_is_never_dense_while_it_is_rounded(tmp_path: Path) -> None:
+    """Of a checkpoint of 240 MB in float32: what stays, and what loading takes beyond that."""
+    small = write_checkpoint(tmp_path / "small", layers=1, hidden=64)
+    large = write_checkpoint(tmp_path / "large", layers=6, hidden=1024, vocab=64)
+    done = subprocess.run([sys.executable, "-c", PROBE, small, large], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    stays, beyond, told = map(int, done.stdout.split())
+    assert 28e6 < told < 34e6 and stays <= told + 12e6, f"{stays:,} bytes for {told:,}"
+    assert beyond <= 40e6, f"{beyond:,} bytes at most beside what stays"
