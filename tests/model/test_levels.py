@@ -217,5 +217,5 @@ def test_a_model_is_never_dense_while_it_is_rounded(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", PROBE, small, large], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     stays, beyond, told = map(int, done.stdout.split())
-    assert 28e6 < told < 34e6 and stays <= told + 12e6, f"{stays:,} bytes for {told:,}"
+    assert 28e6 < told < 34e6 and stays <= told + 20e6, f"{stays:,} bytes for {told:,}"
     assert beyond <= 40e6, f"{beyond:,} bytes at most beside what stays"
