@@ -19,7 +19,7 @@ from setuptools.command.build_ext import build_ext
 WHERE = Path("src/phasewise/ops/native")
 FLAGS = ["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-strict-aliasing"]
 FLAGS += ["-fno-math-errno", "-Wno-maybe-uninitialized"]  # the latter: false alarms in GCC's own headers
-AVX2 = ["-mavx2", "-mfma"]
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "bf16", "vnni"))]
 AVX512_FMA = [*AVX512, "-DWIDENED"]  # products of bfloat16 by the instructions of float32, see simd.h
 AMX = [*AVX512, *(f"-mamx-{part}" for part in ("tile", "bf16", "int8"))]

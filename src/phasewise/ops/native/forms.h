@@ -16,7 +16,8 @@
 enum InputsKind {
   INPUTS_BFLOAT16,  // words of two numbers, or rows as they lie
   INPUTS_INT8,      // words of four bytes, and a scale for each group of 128
-  INPUTS_PAIRS,     // pairs of numbers in the order of levels, and the sum of each 32
+  INPUTS_PAIRS,     // pairs of numbers in the order of levels, and the sum of each 32; with AVX2 see level_inputs.h
+  INPUTS_NIBBLES,   // the same for kinds whose levels are nibbles: with AVX2 alone
   INPUTS_BYTES_32,  // bytes in the order of levels, and a scale for each group of so many
   INPUTS_BYTES_64,
   INPUTS_BYTES_128,
@@ -60,4 +61,5 @@ struct Form {
 
 extern const Form BFLOAT16_FORM, INT8_FORM;        // linear16.cpp, linear8.cpp
 extern const Form LEVEL_FORMS[LEVEL_KINDS * 2];    // levels.cpp
-extern const Inputs BFLOAT16_INPUTS, INT8_INPUTS, PAIRS_INPUTS, BYTES_32_INPUTS, BYTES_64_INPUTS, BYTES_128_INPUTS;
+extern const Inputs BFLOAT16_INPUTS, INT8_INPUTS, PAIRS_INPUTS, NIBBLES_INPUTS;
+extern const Inputs BYTES_32_INPUTS, BYTES_64_INPUTS, BYTES_128_INPUTS;

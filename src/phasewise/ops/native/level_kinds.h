@@ -25,7 +25,13 @@ inline uint16_t half_at(const uint8_t* p) { return load<uint16_t>(p); }
 // ---- scales: `put` moves those of a block of the file to `head`, the panel's, for one output; `get` gives d and m of a
 // group for LANES outputs.
 
-inline F get_halves(const uint8_t* p, long at) { return from_halves(load_halves((const uint16_t*)p + at)); }
+inline F get_halves(const uint8_t* p, long at) {
+#if LANES == 8
+  return (F)_mm256_cvtph_ps(load<__m128i>((const uint16_t*)p + at));
+#else
+  return from_halves(load_halves((const uint16_t*)p + at));
+#endif
+}
 inline I get_bytes(const uint8_t* p) {
 #if LANES == 4
   return widen(vcreate_s8(load<uint32_t>(p))) & 255;
@@ -259,6 +265,12 @@ template <class Kind> inline long section_at(long section) {
   return section / SECTIONS<Kind> * PANEL_BLOCK<Kind> + HEAD<Kind> + section % SECTIONS<Kind> * SECTION_BYTES<Kind>;
 }
 
+// d and m of a group of inputs, for the LANES outputs from `at` on.
+template <class Kind> inline void panel_scales(const uint8_t* panel, long group, long at, F& d, F& m) {
+  constexpr long GROUPS = Kind::INPUTS / Kind::GROUP;  // of a block
+  Kind::Scales::get(panel + group / GROUPS * PANEL_BLOCK<Kind>, group % GROUPS, at, d, m);
+}
+
 // The bit of a word of high bits where those of a level begin. Levels have one of them, or two; a word of 5-bit levels
 // is of a section, a word of 6-bit ones of two steps. Every byte has those of its own byte, by step and nibble.
 template <class Kind> constexpr int high_bit(int step, int nibble) {
@@ -318,9 +330,9 @@ struct Table16 {
   alignas(16) uint8_t bytes[16];
 };
 
-template <class Kind> constexpr Table16 shifted_values() {
+template <class Kind, int BY> constexpr Table16 shifted_values() {
   Table16 table = {};
-  for (int i = 0; i < 16; i++) table.bytes[i] = (uint8_t)(value_of<Kind>(i) + SHIFT<Kind>);
+  for (int i = 0; i < 16; i++) table.bytes[i] = (uint8_t)(value_of<Kind>(i) + BY);
   return table;
 }
 
@@ -375,10 +387,20 @@ template <class Kind> struct Section {
   __attribute__((always_inline)) I bytes(long step, int word, long at) const {
     I found = levels(step, word, at);
     if constexpr (Kind::TABLE) {
-      static constexpr Table16 VALUES = shifted_values<Kind>();
+      static constexpr Table16 VALUES = shifted_values<Kind, SHIFT<Kind>>();
       return look_up(VALUES.bytes, found);
     }
     if constexpr (Kind::OFFSET != SHIFT<Kind>) return found ^ (int32_t)0x80808080;
+    return found;
+  }
+
+  // What levels are worth, and OFFSET more: none is below 0.
+  __attribute__((always_inline)) I above(long step, int word, long at) const {
+    I found = levels(step, word, at);
+    if constexpr (Kind::TABLE) {
+      static constexpr Table16 VALUES = shifted_values<Kind, Kind::OFFSET>();
+      return look_up(VALUES.bytes, found);
+    }
     return found;
   }
 
@@ -400,7 +422,7 @@ template <class Kind> struct Section {
       __m512i index = _mm512_ternarylogic_epi32(_mm512_set1_epi16(15), low, high, 0xca);
       return (I)_mm512_permutex2var_epi16(load<__m512i>(TABLE.at), index, load<__m512i>(TABLE.at + 32));
     }
-#elif LANES == 8 || LANES == 4
+#elif LANES == 4
     if constexpr (Kind::BITS == 4) {  // the upper and the lower bytes of the numbers, each from a table
       static constexpr Table16 LOW = bytes_of(TABLE, 0), HIGH = bytes_of(TABLE, 8);
       I found = levels(step, pair % 2, at), low = look_up(LOW.bytes, found), high = look_up(HIGH.bytes, found);

@@ -1,4 +1,4 @@
-// Products of rows with weights of few bits (level_kinds.h), for bytes and for bfloat16 inputs.
+// Products of rows with weights of few bits (level_kinds.h), for bytes and for bfloat16 inputs; of AVX2: level_avx2.h.
 //
 //   y[o] = sum over groups g of inputs, in order, of d(o, g) * (sum of values * inputs) + m(o, g) * (sum of inputs)
 //
@@ -6,12 +6,8 @@
 // levels as they lie. Where operands do not come easily of these, a chunk of a panel is unpacked once for more rows, and
 // read by all of them. The sums are the same, bit for bit.
 #pragma once
-#include "forms.h"
-#include "level_kinds.h"
+#include "level_inputs.h"
 #include "tile.h"
-
-// Inputs of a row that share a scale where they are rounded to bytes: those of a group of weights, but no fewer than 32.
-template <class Kind> constexpr long IN_GROUP_OF = Kind::GROUP < SECTION ? SECTION : Kind::GROUP;
 
 // A panel as it lies.
 template <class Kind> struct Packed {
@@ -20,8 +16,7 @@ template <class Kind> struct Packed {
   Section<Kind> section(long index) const { return {panel + section_at<Kind>(index)}; }
 
   void scales(long group, long at, F& d, F& m) const {
-    constexpr long GROUPS = Kind::INPUTS / Kind::GROUP;  // of a block
-    Kind::Scales::get(panel + group / GROUPS * PANEL_BLOCK<Kind>, group % GROUPS, at, d, m);
+    panel_scales<Kind>(panel, group, at, d, m);
   }
 
   // Lines of a group some way ahead. In long blocks scales lie apart from the levels that they are read with, which no
@@ -66,12 +61,6 @@ template <long GROUP_, int OFFSET_, bool MINIMA_> struct Operands {
 };
 
 // ---- bytes
-struct ByteGroup {  // of a row's inputs
-  float worth;      // of one step; NaN if the group holds an infinity or NaN, which then spoils its own row and no other
-  float sum;        // of the inputs as they were rounded
-  int32_t whole, half;  // sums of the steps: of all, and of the first 16
-};
-
 struct ByteRows {
   const int32_t* x;
   long stride;  // words of a row
@@ -81,26 +70,6 @@ struct ByteRows {
   ByteRows from(long row) const { return {x + row * stride, stride, groups + row * of_row, of_row}; }
 };
 
-#if LANES == 8
-// acc += products of bytes, all of them signed, none of x -128
-inline I signed_dot(I acc, I w, I x) {
-  __m256i sums = _mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)w), _mm256_sign_epi8((__m256i)x, (__m256i)w));
-  return acc + (I)_mm256_madd_epi16(sums, _mm256_set1_epi16(1));
-}
-#endif
-
-// acc += products of the bytes of w and x, and of v and y. `SMALL`: those of w and v are between 0 and 63.
-template <bool SMALL> inline I two_dots(I acc, I w, I v, I x, I y) {
-#if LANES == 8
-  if constexpr (!SMALL) return signed_dot(signed_dot(acc, w, x), v, y);
-  __m256i sums = _mm256_add_epi16(_mm256_maddubs_epi16((__m256i)w, (__m256i)x),
-                                  _mm256_maddubs_epi16((__m256i)v, (__m256i)y));  // four products fit 16 bits
-  return acc + (I)_mm256_madd_epi16(sums, _mm256_set1_epi16(1));
-#else
-  return dot(dot(acc, x, w), y, v);
-#endif
-}
-
 template <class Kind_> struct ByBytes {
   typedef Kind_ Kind;
   typedef ByteRows Inputs;
@@ -108,7 +77,7 @@ template <class Kind_> struct ByBytes {
   template <class Other> using Of = ByBytes<Other>;
   typedef I Acc;
   static constexpr long WORDS = SECTION / 4;           // of a section
-  static constexpr int MOST_ROWS_AT_ONCE = LANES == 16 ? 6 : LANES == 8 ? 3 : 4;
+  static constexpr int MOST_ROWS_AT_ONCE = LANES == 16 ? 6 : 4;
   // Whether operands come with so few instructions that rows need not share them.
   static constexpr bool EASY = LANES == 16 && (Kind::BITS == 4 || Kind::BITS == 8);
   static constexpr long CHUNK_SECTIONS = 8;            // that are unpacked at a time, of 2 KB each
@@ -139,7 +108,7 @@ template <class Kind_> struct ByBytes {
       I w = section.bytes(step, 0, at + j * LANES), v = section.bytes(step, 1, at + j * LANES);
       for (int r = 0; r < R; r++) {
         const int32_t* in = x + r * stride + step * 2;
-        acc[r][j] = two_dots<Kind::OFFSET != 128>(acc[r][j], w, v, splat(in[0]), splat(in[1]));
+        acc[r][j] = dot(dot(acc[r][j], splat(in[0]), w), splat(in[1]), v);
       }
     }
 #endif
@@ -157,14 +126,6 @@ template <class Kind_> struct ByBytes {
 };
 
 // ---- bfloat16
-#if DOT_BFLOATS
-typedef int32_t PairOfInputs;
-#else
-struct PairOfInputs {
-  float even, odd;
-};
-#endif
-
 struct PairRows {
   const PairOfInputs* x;
   long stride;        // pairs of a row
@@ -378,4 +339,18 @@ template <class Op> void multiply_levels(const PartProduct& product, const typen
       for (long r = 0; r < some; r++) write(product, row + r, column, count, sums[r]);
     }
   }
+}
+
+template <class Kind> void multiply_bytes(const PartProduct& product) {
+  const long inputs = product.call.weights->inputs, groups = groups_of(inputs, IN_GROUP_OF<Kind>);
+  const uint8_t* bytes = (const uint8_t*)product.inputs;
+  const ByteGroup* of = (const ByteGroup*)(bytes + product.call.rows * inputs);
+  multiply_levels<ByBytes<Kind>>(product, {(const int32_t*)bytes, inputs / 4, of, groups});
+}
+
+template <class Kind> void multiply_pairs(const PartProduct& product) {
+  const long inputs = product.call.weights->inputs, sections = groups_of(inputs, SECTION);
+  const PairOfInputs* pairs = (const PairOfInputs*)product.inputs;
+  const float* sums = (const float*)(pairs + product.call.rows * inputs / 2);
+  multiply_levels<ByBfloats<Kind>>(product, {pairs, inputs / 2, sums, sections});
 }

@@ -4,7 +4,8 @@
 
 static const Form* const FORMS[WEIGHTS_LEVELS] = {&BFLOAT16_FORM, &INT8_FORM};  // as WeightForm numbers them
 static const Inputs* const INPUTS[INPUTS_KINDS] = {  // as InputsKind does
-    &BFLOAT16_INPUTS, &INT8_INPUTS, &PAIRS_INPUTS, &BYTES_32_INPUTS, &BYTES_64_INPUTS, &BYTES_128_INPUTS};
+    &BFLOAT16_INPUTS, &INT8_INPUTS,     &PAIRS_INPUTS,    &NIBBLES_INPUTS,
+    &BYTES_32_INPUTS, &BYTES_64_INPUTS, &BYTES_128_INPUTS};
 
 static const Form& form_at(long form) {
   return form < WEIGHTS_LEVELS ? *FORMS[form] : LEVEL_FORMS[form - WEIGHTS_LEVELS];

@@ -117,7 +117,7 @@ API int supported() {
   return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") &&
          __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 #else
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 #endif
 #endif
 }
