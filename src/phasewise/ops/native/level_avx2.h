@@ -29,14 +29,14 @@ struct LevelChunk {                          // of a panel
 // Fetches what comes after a chunk while it is multiplied, in equal shares: memory works meanwhile. The hardware alone
 // foresees neither scales nor levels, whose lines are read by several loads far apart.
 struct Fetched {
-  const uint8_t* at;
-  long lines;  // of a share
+  const uint8_t *at, *end;
+  long bytes;  // of a share: whole lines
 
   Fetched(const LevelChunk& chunk, long shares)
-      : at(chunk.next), lines((chunk.next_bytes / 64 + shares - 1) / shares) {}
+      : at(chunk.next), end(at + (at ? chunk.next_bytes : 0)), bytes((chunk.next_bytes / 64 / shares + 1) * 64) {}
   __attribute__((always_inline)) void share() {
-    if (!at) return;
-    for (long i = 0; i < lines; i++, at += 64) __builtin_prefetch(at, 0, 3);
+    if (at >= end) return;
+    for (const uint8_t* until = at + bytes; at < until; at += 64) __builtin_prefetch(at, 0, 3);
   }
 };
 
@@ -271,10 +271,9 @@ __attribute__((noinline)) void floats_tile(const LevelChunk& chunk, FloatRows in
   // Registers of outputs beside each of the rows.
   constexpr int W = FloatLevels<Levels>::NIBBLES ? (R == 1 ? 8 : R == 2 ? 4 : 2) : R == 1 ? 4 : 2;
   const long sections = PARTS > 1 ? 1 : chunk.inputs / SECTION;  // of a group, or one of several groups
-  Fetched next(chunk, COLUMNS / W * (chunk.count / sections));
+  Fetched next(chunk, COLUMNS / W * chunk.count * 4);
   for (long at = 0; at < COLUMNS; at += W)
     for (long first = 0; first < chunk.count; first += sections) {
-      next.share();
 #pragma GCC unroll 2
       for (int part = 0; part < PARTS; part++) {
         F acc[R][W] = {};
@@ -284,6 +283,7 @@ __attribute__((noinline)) void floats_tile(const LevelChunk& chunk, FloatRows in
           for (int r = 0; r < R; r++) x[r] = in.x + r * in.stride + s * SECTION + part * SECTION / PARTS;
 #pragma GCC unroll 1
           for (int step = part * 4 / PARTS; step < (part + 1) * 4 / PARTS; step++) {
+            next.share();
             for (int r = 0; r < R; r++) x[r] = hidden(x[r]);
             floats_step(acc, section, step, at * LANES, x);
             for (int r = 0; r < R; r++) x[r] += STEP;
