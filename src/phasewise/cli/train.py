@@ -57,7 +57,13 @@ class HeadsRun:
     """The length and the texts of a training of heads."""
 
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to train on, padding included.")] = 500_000
-    depth: Annotated[int, typer.Option(min=1, max=16, help="Heads: later tokens that are guessed.")] = 4
+    depth: Annotated[
+        int, typer.Option(min=1, max=16, help="Heads, or steps of EAGLE's: later tokens that are guessed.")
+    ] = 4
+    unroll: Annotated[
+        int, typer.Option(min=0, help="Depths that are learned; later ones are only measured. 0: all.")
+    ] = 0
+    step: Annotated[int, typer.Option(min=0, help="Tokens of a step. 0: 2,048, or 512 for large vocabularies.")] = 0
     rate: Annotated[float, typer.Option(min=1e-8, help="Learning rate.")] = 1e-3
     sequences: Annotated[int, typer.Option(min=2, help="Number of continuations that the model writes.")] = 2_000
     new: Annotated[int, typer.Option(min=16, help="Most tokens of a continuation.")] = 96
@@ -147,7 +153,7 @@ def draft(
 @spread
 def heads(
     kind: Annotated[
-        str, typer.Argument(metavar="KIND", help="medusa or hydra. Without one, the list is printed.")
+        str, typer.Argument(metavar="KIND", help="medusa, hydra, eagle1 or eagle3. Without one, the list is printed.")
     ] = "",
     target: Annotated[
         str, typer.Option("--for", metavar="MODEL", help="A directory, a .gguf file, a hub id, pocket.")
@@ -169,6 +175,7 @@ def heads(
       phasewise train heads medusa --for pocket --out runs/medusa
       phasewise train heads hydra --for pocket --out runs/hydra --tokens 2000000
       phasewise train heads hydra --for pocket --out runs/hydra --tokens 2000000 --resume
+      phasewise train heads eagle3 --for pocket --out runs/eagle3 --depth 5
       phasewise run "def add(" --draft medusa:heads=runs/medusa
     """
     from phasewise.train.heads.kinds import KINDS, kind_of
@@ -180,14 +187,15 @@ def heads(
     if out is None:
         raise UserError(f"say where it goes: --out runs/{kind}")
     from phasewise.cli.progress import counting
+    from phasewise.speculation.heads.layouts import DRAFTERS
     from phasewise.train.heads.run import ASIDE, HeadsJob
     from phasewise.train.heads.run import train as train_heads
 
     with _running(out / ASIDE, resume):
         job = HeadsJob(kind, target, out, run.tokens, run.depth, run.rate, run.sequences, run.new, run.prompts,
-                       run.dtype, seed, resume)  # fmt: skip
+                       run.dtype, seed, resume, run.unroll, run.step)  # fmt: skip
         found = train_heads(job, counting)
-    print(f"{out}\n{found}\nUse it with --draft {kind}:heads={out}")
+    print(f"{out}\n{found}\nUse it with --draft {DRAFTERS[kind]}:heads={out}")
 
 
 @app.command("tools")

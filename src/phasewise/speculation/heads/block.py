@@ -95,6 +95,7 @@ class FeatureHeads(nn.Module):
     kind: ClassVar[str]
     taps: tuple[int, ...] = ()
     feature_width: int
+    steps: int = 5  # guesses in a row that they were trained for
     d2t: Tensor | None  # int64 [draft vocabulary]: what is added to a draft token's number to get the target's
 
     def __init__(self, config: ModelConfig) -> None:

@@ -287,14 +287,17 @@ def random_heads(kind: str, model: Model, seed: int) -> FeatureHeads:
     return made
 
 
-def untrained(kind: str, model: Model) -> FeatureHeads:
-    """Heads of the usual shape for a model: a plain Llama's block of its widths, the whole vocabulary."""
+def untrained(kind: str, model: Model, *, narrow: bool = False) -> FeatureHeads:
+    """Heads of the usual shape for a model: a plain Llama's block of its widths, the whole vocabulary. `narrow`: with
+    one key head and an MLP that is no wider than the model."""
     its = model.config
     config = replace(
         its, family="llama", layers=1, attention=(replace(its.attention[0], window=None, softcap=None),), moe=(None,),
         ropes=its.ropes[:1], rope_of=(0,), qk_norm=None, norm_offset=0.0, activation="silu", qkv_bias=False,
         o_bias=False, mlp_bias=False, embed_scale=1.0, logit_softcap=None, fused=False,
     )  # fmt: skip
+    if narrow:
+        config = replace(config, kv_heads=1, intermediate=its.hidden)
     if kind == "eagle1":
         return Eagle1(config)
     return Eagle3(config, Eagle3Options(usual_taps(its.layers), its.hidden, its.vocab))

@@ -54,7 +54,7 @@ def ranks(
     found = []
     for text in texts:
         block = pad_rows([[(text.prompt, False), (text.reply, True)]], pad)
-        seen = target.see(TokenBlock(*(each.to(target.output.device) for each in block)), kind.taps)
+        seen = target.see(TokenBlock(*(each.to(target.output.device) for each in block)), kind.taps(module))
         first, count = len(text.prompt) - 1, len(text.reply) - 1
         columns: list[list[int]] = []
         for head, logits in enumerate(kind.guesses(module, target, seen)):

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from phasewise.errors import UserError, near
+from phasewise.train.heads.eagle import EagleKind
 from phasewise.train.heads.last_state import HydraKind, MedusaKind
 from phasewise.train.heads.target import FrozenTarget, SeenBlock
 
@@ -15,7 +16,9 @@ from phasewise.train.heads.target import FrozenTarget, SeenBlock
 class HeadsKind(Protocol):
     """One kind. Its torch module is the one that the drafter serves with."""
 
-    taps: tuple[int, ...]  # layers after which it reads rows, beside the last state
+    def taps(self, module: Any) -> tuple[int, ...]:
+        """Layers after which a module reads rows, beside the last state."""
+        ...
 
     def build(self, target: FrozenTarget, depth: int) -> nn.Module:
         """A fresh module of so many heads, or steps of one head, in float32. Seeded by torch."""
@@ -25,12 +28,17 @@ class HeadsKind(Protocol):
         """Logits of each depth in turn, [n, V], where that depth is learned (`SeenBlock.wanted`)."""
         ...
 
-    def config(self, module: Any) -> dict[str, Any]:
+    def config(self, module: Any, target: FrozenTarget) -> dict[str, Any]:
         """The configuration that is stored with the module's tensors."""
         ...
 
 
-KINDS: dict[str, HeadsKind] = {"hydra": HydraKind(), "medusa": MedusaKind()}
+KINDS: dict[str, HeadsKind] = {
+    "eagle1": EagleKind("eagle1"),
+    "eagle3": EagleKind("eagle3"),
+    "hydra": HydraKind(),
+    "medusa": MedusaKind(),
+}
 
 
 def kind_of(name: str) -> HeadsKind:

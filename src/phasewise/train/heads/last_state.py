@@ -18,7 +18,8 @@ class LastStateKind:
     """What both share: each head is learned at all positions at once, behind the right tokens. That is exact, for a
     later guess matters only where the earlier ones were right."""
 
-    taps: tuple[int, ...] = ()
+    def taps(self, module: LastStateHeads) -> tuple[int, ...]:
+        return ()
 
     def guesses(self, module: LastStateHeads, target: FrozenTarget, seen: SeenBlock) -> Iterator[Tensor]:
         """Logits of each head in turn, float32 [n, V], where it is learned."""
@@ -26,7 +27,7 @@ class LastStateKind:
             path = target.embed(seen.path(head)) if module.reads_path else None
             yield module.logits(head, module.state(head, seen.states(head), path), target.unembed)
 
-    def config(self, module: LastStateHeads) -> dict[str, Any]:
+    def config(self, module: LastStateHeads, target: FrozenTarget) -> dict[str, Any]:
         return module.config()
 
 

@@ -10,6 +10,7 @@ import errno
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,8 @@ class HeadsJob:
     dtype: str = "float32"  # what the frozen model computes in
     seed: int = 0
     resume: bool = False
+    unroll: int = 0  # depths that are learned; later ones are only measured. 0: all
+    step: int = 0  # tokens of a step; 0: STEP, or a quarter of that
 
     @property
     def aside(self) -> Path:
@@ -70,7 +73,8 @@ class HeadsJob:
     def command(self) -> str:
         words = [f"phasewise train heads {self.kind} --for {self.model} --tokens {self.tokens} --depth {self.depth}",
                  f"--sequences {self.sequences} --new {self.new} --rate {self.rate:g} --dtype {self.dtype}",
-            f"--seed {self.seed}"]  # fmt: skip
+                 f"--seed {self.seed}"]  # fmt: skip
+        words += [f"--{name} {n}" for name, n in (("unroll", self.unroll), ("step", self.step)) if n]
         return " ".join(words) + (f" --prompts {self.prompts.name}" if self.prompts else "")
 
 
@@ -95,24 +99,32 @@ def train(job: HeadsJob, bar: Bar) -> Acceptance:
             raise UserError(f"{job.model} only repeats itself: of {job.sequences} continuations {len(written)} are "
                             "left without their loops. Give other prompts, or a model that was trained")  # fmt: skip
         data = WrittenBatches(written, pad, job.seed)
-        fit(run, lambda _, blocks: heads_loss(kind, module, target, blocks), data, recipe(job, target), job.aside)
+        learned = job.unroll or None
+
+        def loss(_: object, blocks: Sequence[TokenBlock]) -> StepLoss:
+            return heads_loss(kind, module, target, blocks, learned)
+
+        fit(run, loss, data, recipe(job, target), job.aside)
         return finish(job, kind, module, target, heldout, pad)
 
 
 def recipe(job: HeadsJob, target: FrozenTarget) -> TrainingRecipe:
-    step = STEP // 4 if target.vocab > LARGE else STEP
+    step = job.step or (STEP // 4 if target.vocab > LARGE else STEP)
     stage = Stage(1.0, step, step, code=0.0, long=0.0, copies=0.0)
     return TrainingRecipe(job.tokens, (stage,), decay=DECAY)
 
 
-def heads_loss(kind: HeadsKind, module: nn.Module, target: FrozenTarget, blocks: Sequence[TokenBlock]) -> StepLoss:
-    """Soft cross-entropies of all depths (nats), each the mean over its positions in all blocks."""
+def heads_loss(
+    kind: HeadsKind, module: nn.Module, target: FrozenTarget, blocks: Sequence[TokenBlock], learned: int | None = None
+) -> StepLoss:
+    """Soft cross-entropies of all depths, or of the first `learned` ones (nats), each the mean over its positions in
+    all blocks."""
     sums: list[Tensor] = []
     counts: list[int] = []
     for block in blocks:
-        seen = target.see(block, kind.taps)
+        seen = target.see(block, kind.taps(module))
         said = said_by_the_model(target, seen)
-        for head, logits in enumerate(kind.guesses(module, target, seen)):
+        for head, logits in enumerate(islice(kind.guesses(module, target, seen), learned)):
             loss = F.cross_entropy(logits, said(head), reduction="sum")
             if head == len(sums):
                 sums.append(loss)
@@ -153,8 +165,8 @@ def finish(
     table = acceptance.accuracy(found[:half], job.depth)
     measured = acceptance.measure(found[half:], table)
     own = {"base": target.fingerprint, "command": job.command, "accuracy": table, "measured": measured.as_dict()}
-    folder.write(job.out, kind.config(module) | {"torch_dtype": "bfloat16", folder.OWN: own}, module.state_dict(),
-                 torch.bfloat16)  # fmt: skip
+    config = kind.config(module, target) | {"torch_dtype": "bfloat16", folder.OWN: own}
+    folder.write(job.out, config, module.state_dict(), torch.bfloat16)
     draw_if_possible(job.aside)
     return measured
 

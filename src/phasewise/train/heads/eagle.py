@@ -1,0 +1,96 @@
+"""EAGLE's heads as they are trained: unrolled over their own outputs, at all positions of a text at once.
+
+This is the training-time test of EAGLE-3 (arXiv 2503.01840, section 3.2). The first step reads true features. Step j
+reads at position t the output of step j - 1 at t, and the token t + 1 + j; it sees the pairs of the first step up to t
+and, of each later step, the one at t, as a guess does in a draft. Heads that were trained on the first step alone have
+never met their own outputs, and their second guess falls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from phasewise.model.rope import RopeTables
+from phasewise.speculation.heads.block import FeatureHeads
+from phasewise.speculation.heads.layouts import settings_of, untrained
+from phasewise.train.heads.target import FrozenTarget, SeenBlock
+
+BEGIN = 0.3  # of the model's logits: at full scale, what is said again is surely wrong
+
+
+@dataclass(frozen=True)
+class EagleKind:
+    """Heads of a kind, `eagle1` or `eagle3`: a block of the model's width with one key head and an MLP that widens
+    nothing, so that those for a small model are small. They begin by saying again, less surely, what the model says."""
+
+    kind: str
+
+    def taps(self, module: FeatureHeads) -> tuple[int, ...]:
+        return tuple(i - 1 for i in module.taps)
+
+    def build(self, target: FrozenTarget, depth: int) -> FeatureHeads:
+        made = untrained(self.kind, target.model, narrow=True)
+        made.steps = depth
+        with torch.no_grad():
+            fc, d = made.get_parameter("fc.weight").normal_(std=0.005), target.hidden
+            fc[:, -d:] += BEGIN * torch.eye(d)
+            for name in ("self_attn.o_proj", "mlp.down_proj"):
+                made.get_parameter(f"layers.0.{name}.weight").zero_()
+            if self.kind == "eagle1":
+                made.get_parameter("fc.bias").zero_()
+            else:
+                made.get_parameter("lm_head.weight").copy_(target.output)
+                made.get_parameter("norm.weight").copy_(BEGIN * target.model.norm.weight)
+        return made.to(target.output.device)
+
+    def guesses(self, module: FeatureHeads, target: FrozenTarget, seen: SeenBlock) -> Iterator[Tensor]:
+        """Logits of each step in turn, [n, V], where it is learned."""
+        ids = seen.block.ids
+        feature = module.fuse(torch.cat([seen.taps[tap] for tap in self.taps(module)], -1)) if module.taps else seen.h
+        unrolled = UnrolledAttention(module, seen.block.positions)
+        for step in range(module.steps):
+            later = F.pad(ids[:, 1 + step :], (0, 1 + step))  # what is said behind the end is never learned
+            output = module(target.embed(later), feature, unrolled.attend)
+            read = module.final(output[:, : ids.shape[1] - 1 - step][seen.wanted(step)])
+            yield target.unembed(read) if module.lm_head is None else module.lm_head(read)
+            feature = module.passed_on(output)
+
+    def config(self, module: FeatureHeads, target: FrozenTarget) -> dict[str, Any]:
+        return settings_of(module, target.model, module.steps)
+
+
+class UnrolledAttention:
+    """The attention of one step after the other over the same rows [rows, length], which begin at `positions`."""
+
+    def __init__(self, heads: FeatureHeads, positions: Tensor) -> None:
+        self.scale, self.positions = heads.config.attention[0].scale, positions
+        self.ropes = RopeTables(heads.config.ropes, heads.config.max_positions, torch.float32, positions.device)
+        self.keys: list[Tensor] = []  # [rows, Hq, length, D] of each step so far
+        self.values: list[Tensor] = []
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [rows, length, Hq, D], k and v [rows, length, H, D] of the next step -> [rows, length, Hq, D]."""
+        heads, length = q.shape[2], q.shape[1]
+        q, k = self._turned(torch.cat((q, k), 2)).split((heads, k.shape[2]), 2)
+        q, k, v = (each.repeat_interleave(heads // each.shape[2], 2).transpose(1, 2) for each in (q, k, v))
+        self.keys.append(k)
+        self.values.append(v)
+        later = torch.ones(length, length, dtype=torch.bool, device=q.device).triu_(1)
+        scores = (q @ self.keys[0].mT).masked_fill(later, float("-inf"))
+        own = [(q * key).sum(-1, keepdim=True) for key in self.keys[1:]]  # of each later step the row's own pair
+        weights = (torch.cat((scores, *own), -1) * self.scale).softmax(-1)
+        read = weights[..., :length] @ self.values[0]
+        for step, value in enumerate(self.values[1:]):
+            read = read + weights[..., length + step, None] * value
+        return read.transpose(1, 2)
+
+    def _turned(self, x: Tensor) -> Tensor:
+        """x [rows, length, n, D] of the next step, rotated: each step's rows stand one further on."""
+        positions = (self.positions + len(self.keys)).flatten()
+        return self.ropes(positions)(0, x.flatten(0, 1)).view(x.shape)

@@ -1,0 +1,73 @@
+"""EAGLE's unrolled training computes what the drafter would: every step of every position, on given tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from phasewise.speculation.heads import folder
+from phasewise.speculation.heads.block import FeatureHeads
+from phasewise.speculation.heads.layouts import feature_heads, tensors_of
+from phasewise.train.heads.eagle import EagleKind
+from phasewise.train.heads.kinds import KINDS
+from phasewise.train.heads.run import heads_loss
+from phasewise.train.heads.target import FrozenTarget
+from phasewise.train.mixture import pad_rows
+from tests import tiny
+from tests.speculation import eagle_files as files
+
+ROWS = [
+    [([5, 9, 3, 8, 4], False), ([11, 7, 9, 20, 6, 13], True)],
+    [([6, 4], False), ([3, 9, 12, 30, 14, 15], True)],
+]
+DEPTH = 4
+
+
+def target() -> FrozenTarget:
+    return FrozenTarget(str(tiny.checkpoint()))
+
+
+def written(kind: str, out: Path, its: FrozenTarget) -> FeatureHeads:
+    """Random heads of a kind, in a folder."""
+    made, _ = feature_heads(its.model, (kind,), "random:5")
+    made.steps = DEPTH
+    folder.write(out, KINDS[kind].config(made, its), tensors_of(made))
+    return made
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
+def test_every_step_is_the_draft_loops_on_the_same_tokens(kind: str, tmp_path: Path) -> None:
+    """Against the plain forward, which goes on with its own outputs token by token and sees all that came before."""
+    its = target()
+    heads = written(kind, tmp_path, its)
+    plain = files.Plain(tmp_path, tiny.checkpoint())
+    plain.third = kind == "eagle3"
+    seen = its.see(pad_rows(ROWS, 0), KINDS[kind].taps(heads))
+    for step, logits in enumerate(KINDS[kind].guesses(heads, its, seen)):
+        wanted = []
+        for row, pieces in enumerate(ROWS):
+            text = [token for piece, _ in pieces for token in piece]
+            for t in seen.wanted(step)[row].nonzero()[:, 0].tolist():
+                wanted.append(plain.logits(text[: t + 2], text[t + 2 : t + 2 + step])[-1])
+        assert len(wanted) > 4
+        torch.testing.assert_close(logits.detach(), torch.stack(wanted), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
+def test_what_training_lowers_is_what_it_is_told_to_learn(kind: str) -> None:
+    """A few steps on one block lower the loss of every depth; with one depth learned, the others are not asked for."""
+    its, block = target(), pad_rows(ROWS, 0)
+    torch.manual_seed(0)
+    module = KINDS[kind].build(its, DEPTH)
+    assert isinstance(KINDS[kind], EagleKind) and module.steps == DEPTH
+    adam, found = torch.optim.AdamW(module.parameters(), lr=3e-3), list[dict[str, float]]()
+    for _ in range(30):
+        loss = heads_loss(KINDS[kind], module, its, [block])
+        found.append(dict(loss.parts))
+        adam.zero_grad()
+        loss.total.backward()
+        adam.step()
+    assert len(found[0]) == DEPTH and all(found[-1][name] < 0.8 * found[0][name] for name in found[0])
+    assert list(heads_loss(KINDS[kind], module, its, [block], 1).parts) == ["head1"]
