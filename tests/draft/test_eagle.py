@@ -24,6 +24,7 @@ from phasewise.kv.format import Raw
 from phasewise.kv.store import Store
 from phasewise.methods.draft._likeliest import LikeliestTree
 from phasewise.methods.draft.eagle import Eagle
+from phasewise.methods.draft.mtp import MTPModule
 from phasewise.model.model import Model
 from phasewise.ops import native
 from phasewise.options import parse, parse_recipes
@@ -97,12 +98,13 @@ def watched(verbs: dict[str, str], prompts: Sequence[Sequence[int]] = PROMPTS, n
 
 
 # ---- what is guessed
-@pytest.mark.parametrize("layout", ["fitted", "eagle3", "eagle1"])
+@pytest.mark.parametrize("layout", ["fitted", "eagle3", "eagle1", "mtp"])
 def test_a_chain_is_what_the_plain_forward_says_at_every_pass(layout: str, tmp_path: Path) -> None:
-    made = {"eagle3": files.eagle3, "eagle1": files.eagle1}
+    made = {"eagle3": files.eagle3, "eagle1": files.eagle1, "mtp": files.mtp}
     folder = fitted.heads() if layout == "fitted" else made[layout](tmp_path, 48)
     plain = files.Plain(folder, tiny.checkpoint())
-    watch = watched(eagle(CHAIN, folder), PROMPTS[2:], 12)
+    name = "mtp" if layout == "mtp" else "eagle"
+    watch = watched({"draft": f"{name}:heads={folder},{CHAIN}"}, PROMPTS[2:], 12)
     text = [*PROMPTS[2], *tiny.plain(PROMPTS, tiny.greedy(N))[2]]
     assert watch.drafts
     for (_, known), draft in watch.drafts.items():
@@ -332,6 +334,8 @@ def test_every_level_is_one_pass_of_a_few_nodes() -> None:
 def test_knobs_that_make_no_sense(knobs: dict[str, int]) -> None:
     with pytest.raises(UserError, match=f"eagle: {next(iter(knobs))}="):
         Eagle(**knobs)
+    with pytest.raises(UserError, match=f"mtp: {next(iter(knobs))}="):
+        MTPModule(**knobs)
 
 
 @pytest.mark.skipif(native.library() is None, reason="no kernels here")

@@ -120,9 +120,50 @@ def speculators(
     return save(path, config, tensors)
 
 
+QWEN = {
+    "input_proj": "mtp.fc", "token_layernorm": "mtp.pre_fc_norm_embedding",
+    "hidden_layernorm": "mtp.pre_fc_norm_hidden", "final_layernorm": "mtp.norm",
+}  # fmt: skip
+DEEPSEEK = {
+    "input_proj": "eh_proj", "token_layernorm": "enorm", "hidden_layernorm": "hnorm",
+    "final_layernorm": "shared_head.norm",
+}  # fmt: skip
+
+
+def mtp(path: Path, d: int, *, names: str = "speculators", seed: int = 1) -> Path:
+    """An MTP module, by the names of `speculators`, `qwen` or `deepseek`."""
+    own = matrices(
+        seed + 1, input_proj__weight=(d, 2 * d), token_layernorm__weight=(d,), hidden_layernorm__weight=(d,),
+        final_layernorm__weight=(d,),
+    )  # fmt: skip
+    layer = {name.removeprefix("x."): tensor for name, tensor in block(seed, "x", d, d).items()}
+    layer |= matrices(seed + 2, input_layernorm__weight=(d,))
+    known = {"qwen": QWEN, "deepseek": DEEPSEEK}.get(names, {})
+    at = {"qwen": "mtp.layers.0.", "deepseek": "model.layers.8."}.get(names, "mtp_layers.0.")
+    front = at if names != "qwen" else ""
+    tensors = {f"{at}{name}": tensor for name, tensor in layer.items()}
+    for name, tensor in own.items():
+        stem = name.removesuffix(".weight")
+        tensors[f"{front}{known.get(stem, stem)}.weight"] = tensor
+    config = settings(d, architectures=["Model"])
+    if names == "speculators":
+        config = {"speculators_model_type": "mtp", "transformer_layer_config": config, "num_nextn_predict_layers": 1}
+    return save(path, config, tensors)
+
+
 # ---- the forward, once more
 def normed(x: Tensor, weight: Tensor) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+
+def _plainly(name: str) -> str:
+    """The name of an MTP module's tensor without the layout's own words."""
+    for ours, theirs in (*QWEN.items(), *DEEPSEEK.items()):
+        if name.endswith(f"{theirs}.weight"):
+            return f"{ours}.weight"
+    short = name.removeprefix("mtp_layers.0.").removeprefix("mtp.layers.0.").removeprefix("model.layers.8.")
+    inside = short.startswith(("self_attn", "mlp", "post_", "input_layernorm"))
+    return f"layers.0.{short}" if inside else short
 
 
 class Plain:
@@ -135,6 +176,9 @@ class Plain:
         self.w = {name.replace("midlayer.", "layers.0."): tensor.float() if tensor.is_floating_point() else tensor
                   for name, tensor in load_file(folder / "model.safetensors").items()}  # fmt: skip
         self.third = "lm_head.weight" in self.w
+        self.mtp = not self.third and "fc.weight" not in self.w
+        if self.mtp:
+            self.w = {_plainly(name): tensor for name, tensor in self.w.items()}
         embeddings = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
         self.embeddings = self.w.get("embed_tokens.weight", embeddings)
 
@@ -159,6 +203,10 @@ class Plain:
             h = normed(features, w[at + "hidden_norm.weight"])
             x = torch.cat((normed(embedded, w[at + "input_layernorm.weight"]), h), -1)
             residual = h if self.config.get("norm_before_residual") else features
+        elif self.mtp:
+            parts = (normed(embedded, w["token_layernorm.weight"]), normed(features, w["hidden_layernorm.weight"]))
+            residual = torch.cat(parts, -1) @ w["input_proj.weight"].T
+            x = normed(residual, w[at + "input_layernorm.weight"])
         else:
             x = residual = torch.cat((embedded, features), -1) @ w["fc.weight"].T + w.get("fc.bias", torch.zeros(1))
         x = residual + self.attention(x)
@@ -190,6 +238,8 @@ class Plain:
 
     def said(self, output: Tensor) -> Tensor:
         """Logits over the target's vocabulary; -inf where a token is not in the draft vocabulary."""
+        if self.mtp:
+            output = normed(output, self.w["final_layernorm.weight"])
         if not self.third:
             return oracle.unembedded(self.target, output)
         own = normed(output, self.w["norm.weight"]) @ self.w["lm_head.weight"].T
@@ -209,7 +259,9 @@ class Plain:
             output = self.run(embedded, features)[-1]
             found.append(self.said(output))
             if guess is not None:
-                on = normed(output, self.w["norm.weight"]) if self.config.get("norm_output") else output
+                again = "norm.weight" if self.config.get("norm_output") else ""
+                again = "final_layernorm.weight" if self.mtp else again
+                on = normed(output, self.w[again]) if again else output
                 features = torch.cat((features, on[None]))
                 embedded = torch.cat((embedded, self.embeddings[guess][None]))
         return torch.stack(found)

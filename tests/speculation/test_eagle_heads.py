@@ -34,7 +34,7 @@ from tests import tiny, uncached
 from tests.speculation import eagle_files as files
 
 LAYERS, D = 8, 48
-KINDS = ("eagle3", "eagle1")
+KINDS = ("eagle3", "eagle1", "mtp")
 LAYOUTS: dict[str, Callable[[Path], Path]] = {
     "eagle1": partial(files.eagle1, d=D),
     "eagle1 without a bias, with embeddings": partial(files.eagle1, d=D, bias=False, embeddings=True),
@@ -47,6 +47,9 @@ LAYOUTS: dict[str, Callable[[Path], Path]] = {
     "speculators, norm_before_residual": partial(files.speculators, d=D, norm_before_residual=True),
     "speculators, norm_before_fc": partial(files.speculators, d=D, norm_before_fc=True),
     "speculators, fc_norm and norm_output": partial(files.speculators, d=D, fc_norm=True, norm_output=True),
+    "mtp, speculators": partial(files.mtp, d=D),
+    "mtp, as Qwen3-Next's": partial(files.mtp, d=D, names="qwen"),
+    "mtp, as DeepSeek's": partial(files.mtp, d=D, names="deepseek"),
     "speculators, qwen3": partial(files.speculators, d=D, family="qwen3", draft=16),
 }
 
@@ -247,4 +250,4 @@ def test_without_heads_the_training_command_is_named() -> None:
 
 def test_kinds_are_told_by_what_the_files_are(tmp_path: Path) -> None:
     found = {kind_of(read(make(tmp_path / str(i)))) for i, make in enumerate(LAYOUTS.values())}
-    assert found == {"eagle1", "eagle3"}
+    assert found == {"eagle1", "eagle3", "mtp"}

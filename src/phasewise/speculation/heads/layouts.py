@@ -26,12 +26,13 @@ from phasewise.model.raw import RawConfig
 from phasewise.speculation.heads.block import FeatureHeads
 from phasewise.speculation.heads.eagle import Eagle1, Eagle3, Eagle3Options
 from phasewise.speculation.heads.folder import CONFIG, WEIGHTS, StoredHeads, locate, read, seed_of, train_command
+from phasewise.speculation.heads.mtp import MTP, renamed
 
 T = TypeVar("T", bound=FeatureHeads)
 SAID = "speculators_model_type"
 LAYER = "transformer_layer_config"
 # kinds that a folder may hold, and the drafter that reads them
-DRAFTERS = {"eagle1": "eagle", "eagle3": "eagle", "medusa": "medusa", "hydra": "hydra"}
+DRAFTERS = {"eagle1": "eagle", "eagle3": "eagle", "medusa": "medusa", "mtp": "mtp", "hydra": "hydra"}
 # what a block's settings leave out where they are as transformers has them
 USUAL: dict[str, dict[str, Any]] = {
     "llama": {
@@ -61,6 +62,8 @@ def kind_of(stored: StoredHeads) -> str:
     names = str(config.get("architectures"))
     if "Eagle3" in names or "draft_vocab_size" in config or any(name.startswith("midlayer.") for name in tensors):
         return "eagle3"
+    if any(name.startswith("mtp.") or name.endswith("eh_proj.weight") for name in tensors):
+        return "mtp"
     if "fc.weight" in tensors:
         return "eagle1"
     raise UserError(
@@ -103,6 +106,11 @@ def load(stored: StoredHeads, model: Model, kind: str) -> FeatureHeads:
     _same_base(stored, model, kind)
     config = block_config(stored, model)
     tensors = _named(stored)
+    if kind == "mtp":
+        if config.hidden != model.config.hidden:
+            raise _other_width(stored, f"hidden_size={config.hidden}", model)
+        own = {new: tensor for name, tensor in tensors.items() if (new := renamed(name)) is not None}
+        return _filled(_on_paper(lambda: MTP(config)), own, stored)
     if kind == "eagle3":
         return _filled(_eagle3(stored, config, tensors, model), tensors, stored)
     made = _on_paper(lambda: Eagle1(config, bias="fc.bias" in tensors, embeddings="embed_tokens.weight" in tensors))
@@ -300,6 +308,8 @@ def untrained(kind: str, model: Model, *, narrow: bool = False) -> FeatureHeads:
         config = replace(config, kv_heads=1, intermediate=its.hidden)
     if kind == "eagle1":
         return Eagle1(config)
+    if kind == "mtp":
+        return MTP(config)
     return Eagle3(config, Eagle3Options(usual_taps(its.layers), its.hidden, its.vocab))
 
 
