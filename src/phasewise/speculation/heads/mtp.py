@@ -77,4 +77,5 @@ class MTP(FeatureHeads):
     def final(self, output: Tensor) -> Tensor:
         block = self.mtp_layers[0]
         assert isinstance(block, MTPBlock)
-        return block.final_layernorm(output)
+        normed: Tensor = block.final_layernorm(output)
+        return normed

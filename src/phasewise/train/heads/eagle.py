@@ -77,7 +77,7 @@ class UnrolledAttention:
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [rows, length, Hq, D], k and v [rows, length, H, D] of the next step -> [rows, length, Hq, D]."""
         heads, length = q.shape[2], q.shape[1]
-        q, k = self._turned(torch.cat((q, k), 2)).split((heads, k.shape[2]), 2)
+        q, k = self._turned(torch.cat((q, k), 2)).split_with_sizes((heads, k.shape[2]), 2)
         q, k, v = (each.repeat_interleave(heads // each.shape[2], 2).transpose(1, 2) for each in (q, k, v))
         self.keys.append(k)
         self.values.append(v)
