@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phasewise.engine.invariants import check
-from phasewise.request.params import Params
+from phasewise.request.params import BACKGROUND, Params
 from phasewise.request.request import Request
 from tests import oracle, tiny
 
@@ -43,3 +43,27 @@ def test_the_least_important_makes_way_and_nobody_gets_other_tokens() -> None:
     assert waited == {0}
     for request in requests:
         assert request.out == oracle.greedy(tiny.checkpoint(), request.tokens[:40], 60)[0]
+
+
+def test_the_background_stands_still_while_others_are_there_and_gives_up_its_slot() -> None:
+    engine = tiny.engine(max_running=2)
+    behind = asked([5, 6, 7], BACKGROUND, new=30)
+    first, second = asked([8, 9], 0, new=12), asked([10, 11], 0, new=12)
+    engine.add(behind)
+    while behind.n_out < 3:
+        engine.step()
+    engine.add(first)
+    for _ in range(4):
+        engine.step()
+        check(engine)
+    assert (behind.n_out, first.n_out) == (3, 4) and behind in engine.running
+    engine.add(second)  # both slots are taken, one of them by whom nobody waits for
+    engine.step()
+    check(engine)
+    assert engine.running == [first, second] and second.n_out == 1
+    while behind.left is None:
+        assert behind.n_out == 3 or (first.left is not None and second.left is not None)
+        engine.step()
+        check(engine)
+    for request, prompt in ((behind, 3), (first, 2), (second, 2)):
+        assert request.out == oracle.greedy(tiny.checkpoint(), request.tokens[:prompt], request.n_out)[0]
