@@ -293,10 +293,12 @@ def stages(fault: Fault, results: Path) -> list[list[str]]:
         imports = [name for name in every if words.search((ROOT / name).read_text(encoding="utf-8"))]
     near = [name for name in every if name.startswith(tuple(folders))]
     found, seen = [], {"tests/faults/test_faults_apply.py"}
+    every_near = [*imports, *near]
     quick = [[name for name in stage if name not in slow] for stage in (imports, near)]
     golden = [GOLDEN] if GOLDEN in every else []  # minutes: a few files that import what is broken come before it
-    first = [quick[0], golden] if len(quick[0]) <= FEW else [golden, quick[0]]
-    for stage in (*([name] for name in hints), beside, *first, quick[1], [*imports, *near]):
+    imports, near = quick
+    first = [imports, near, golden] if len(imports) <= FEW else [near, golden, imports]
+    for stage in (*([name] for name in hints), beside, *first, every_near):
         fresh = [name for name in dict.fromkeys(stage) if name not in seen]
         seen.update(fresh)
         if fresh:
