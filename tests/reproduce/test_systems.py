@@ -42,8 +42,6 @@ UNTRAINED = {  # need weights, of which counters do not care what they are
 }  # fmt: skip
 
 
-UNSHIPPED = ("medusa", "hydra")  # need heads that are trained by a command, and of which counters do care
-
 TIMED_APART = {"pearl"}  # its attempts take times themselves, on a core for each model
 
 
@@ -200,13 +198,7 @@ def test_what_is_not_trained_is_not_tried(lab: Lab, name: str, monkeypatch: pyte
     assert not check.passed and "phasewise train artefact" in check.measured
 
 
-@pytest.mark.parametrize("name", UNSHIPPED)
-def test_without_heads_a_system_says_how_to_train_them(lab: Lab, name: str) -> None:
-    with pytest.raises(Untrained, match=r"phasewise train heads \w+ --for .*pocket"):
-        reproduce(name, counting(index.system(name)), lab)
-
-
-@pytest.mark.parametrize("name", draw(__name__).sample([each for each in NAMES if each not in UNSHIPPED], 8))
+@pytest.mark.parametrize("name", draw(__name__).sample(NAMES, 8))
 def test_counters_are_their_closed_forms(lab: Lab, name: str) -> None:
     """Of some systems, others every day, on small loads. Exact systems give the same tokens; controls save less."""
     system = counting(index.system(name))
