@@ -2,6 +2,7 @@
 
     make test ARGS="--every-day --junitxml quick.xml"    # those of all days, on a quiet machine
     python scripts/slow_tests.py quick.xml [more.xml ...]
+    python scripts/slow_tests.py --keep today.xml        # of `make test` alone: what has no turn today stays listed
 
 A test is listed if all of its cases together take longer than `--seconds`. Laws, clients and tests of the repository
 itself are not, and no test by which a planted fault was caught (docs/results/faults.jsonl): `make test` catches every
@@ -44,6 +45,12 @@ def seconds(reports: list[Path]) -> dict[str, float]:
     return found
 
 
+def before() -> dict[str, float]:
+    """{test: seconds} of what is listed."""
+    lines = (tiers.HERE / "slow.txt").read_text(encoding="utf-8").splitlines()
+    return {test: float(spent) for test, spent in (line.split() for line in lines if not line.startswith("#"))}
+
+
 def is_there(file: str, test: str) -> bool:
     path = tiers.HERE / file
     return path.exists() and re.search(rf"^(async )?def {test}\(", path.read_text(encoding="utf-8"), re.M) is not None
@@ -59,8 +66,11 @@ def main() -> None:
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked.add_argument("reports", nargs="+", type=Path, metavar="JUNIT")
     asked.add_argument("--seconds", type=float, default=0.07)
+    asked.add_argument("--keep", action="store_true", help="what is listed and in no report stays")
     args = asked.parse_args()
     took, needed = seconds(args.reports), catchers()
+    if args.keep:
+        took = before() | took
     listed = {
         test: spent
         for test, spent in took.items()

@@ -77,21 +77,31 @@ def test_codex(thinking: Server) -> None:
             {"type": "function", "name": "shell", "description": "Runs.", "strict": False, "parameters": SCHEMA},
             {"type": "custom", "name": "apply_patch", "description": "Patches.", "format": grammar},
             {"type": "web_search", "external_web_access": False},
+            {"type": "namespace", "name": "agents", "description": "Sub-agents.", "tools": [
+                {"type": "function", "name": "shell", "description": "Asks.", "strict": False, "parameters": SCHEMA}]},
         ],
         "tool_choice": "auto", "reasoning": {"effort": "medium", "summary": "auto"},
         "include": ["reasoning.encrypted_content"], "prompt_cache_key": "a", "text": {"verbosity": "low"},
         "client_metadata": {"x-codex-installation-id": "a"}, "service_tier": "priority",
     }  # fmt: skip
-    asked = play(THOUGHT + call("shell", {"path": "a"}) + call("apply_patch", {"input": patch}))
+    asked = play(
+        THOUGHT
+        + call("shell", {"path": "a"})
+        + call("apply_patch", {"input": patch})
+        + call("agents__shell", {"path": "b"})
+    )
     items: list[dict[str, Any]] = [
         {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Sandboxed."}]},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": asked}]},
     ]
     events = streamed(thinking, "/v1/responses", {**body, "input": items})
     final = events[-1]["response"]
-    assert [item["type"] for item in final["output"]] == ["reasoning", "function_call", "custom_tool_call"]
+    assert [item["type"] for item in final["output"]] == [
+        "reasoning", "function_call", "custom_tool_call", "function_call"]  # fmt: skip
     assert [e["item"] for e in events if e["type"] == "response.output_item.done"] == final["output"]
-    thought, shell, custom = final["output"]
+    thought, shell, custom, spaced = final["output"]
+    assert (shell["name"], shell.get("namespace")) == ("shell", None)
+    assert (spaced["name"], spaced["namespace"], json.loads(spaced["arguments"])) == ("shell", "agents", {"path": "b"})
     assert custom["input"] == patch and custom["name"] == "apply_patch" and "arguments" not in custom
     told = {e["type"]: e for e in events}
     assert told["response.custom_tool_call_input.delta"]["delta"] == patch
@@ -100,13 +110,19 @@ def test_codex(thinking: Server) -> None:
     thought = {**thought, "content": None}  # Codex keeps what is encrypted alone
     outputs = [
         {"type": "function_call_output", "call_id": shell["call_id"], "output": "a"},
+        {"type": "function_call_output", "call_id": spaced["call_id"], "output": "b"},
         {"type": "custom_tool_call_output", "call_id": custom["call_id"], "output": play("Done.")},
     ]
-    whole = thinking.post("/v1/responses", {**body, "input": [*items, thought, shell, custom, *outputs]}).json()
+    calls = [shell, custom, spaced]
+    whole = thinking.post("/v1/responses", {**body, "input": [*items, thought, *calls, *outputs]}).json()
     assert [part["text"] for item in whole["output"] for part in item["content"]] == ["Done."]
-    prompts = [ResponsesAsk.model_validate({**body, "input": [*items, each, shell, custom, *outputs]}).chat([])
+    prompts = [ResponsesAsk.model_validate({**body, "input": [*items, each, *calls, *outputs]}).chat([])
                for each in (thought, {**thought, "encrypted_content": "of another server"})]  # fmt: skip
-    assert [[m["role"] for m in p.messages] for p in prompts] == [["system", "user", "assistant", "tool", "tool"]] * 2
+    roles = ["system", "user", "assistant", "tool", "tool", "tool"]
+    assert [[m["role"] for m in p.messages] for p in prompts] == [roles] * 2
+    said = prompts[0].messages[2]["tool_calls"]
+    assert [each["function"]["name"] for each in said] == ["shell", "apply_patch", "agents__shell"]
+    assert prompts[0].tools[2]["function"]["description"] == "Sub-agents.\nAsks."
     assert [p.messages[2].get("reasoning_content") for p in prompts] == ["Hm.", ""]
     assert "start: /[^x]+/" in prompts[0].tools[1]["function"]["description"]
 

@@ -162,6 +162,8 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"reasoning": {"depth": 3}}, "reasoning", "depth"),
     ({"text": {"verbosity": "loud"}}, "text", "verbosity"),
     ({"tools": [{"type": "custom", "name": "a", "format": {"type": "xml"}}]}, "tools", "tools.0: format"),
+    ({"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "function"}]}]}, "tools", "tools.0: a namespace"),
+    ({"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "mcp", "name": "b"}]}]}, "tools", "'mcp'"),
     ({"text": {"format": {"type": "xml"}}}, "text", "text.format has the type 'xml'"),
     ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"not": {}}}}}, "text", "not"),
     ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text", "needs json_schema"),

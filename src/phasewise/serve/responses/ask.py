@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -68,7 +68,15 @@ class ResponsesAsk(BaseModel):
 
     def custom(self) -> frozenset[str]:
         """The names of tools whose calls hold a text, not arguments."""
-        return frozenset(str(tool.get("name")) for tool in self.tools or () if tool.get("type") == "custom")
+        return frozenset(str(tool.get("name")) for _, tool in _each(self.tools or ()) if tool.get("type") == "custom")
+
+    def spaces(self) -> dict[str, tuple[str, str]]:
+        """Of tools in a namespace, by the name that the model knows: the namespace, and their name in it."""
+        spaces = [tool for tool in self.tools or () if tool.get("type") == "namespace"]
+        return {
+            in_space(space["name"], tool["name"]): (space["name"], tool["name"])
+            for space in spaces for tool in space["tools"]
+        }  # fmt: skip
 
     def items(self) -> list[Item]:
         """The input as items."""
@@ -82,7 +90,7 @@ class ResponsesAsk(BaseModel):
         fields = {name: getattr(self, name) for name in same}
         fields |= {"messages": messages, "max_completion_tokens": self.max_output_tokens}
         if self.tools:
-            fields["tools"] = [_tool(tool, i) for i, tool in enumerate(self.tools) if tool.get("type") not in HOSTED]
+            fields["tools"] = [_tool(tool, at) for at, tool in _each(self.tools) if tool.get("type") not in HOSTED]
         if self.tool_choice is not None:
             fields["tool_choice"] = _choice(self.tool_choice)
         if self.text is not None:
@@ -104,11 +112,13 @@ def _messages(items: Sequence[Any], given: int) -> list[dict[str, Any]]:
         where = f"input.{i - given}"
         match item:
             case {"type": "function_call", "call_id": str(id), "name": str(name), "arguments": str(arguments)}:
+                name = in_space(item.get("namespace"), name)
                 call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
                 _assistant(found).setdefault("tool_calls", []).append(call)
             case {"type": "function_call_output", "call_id": str(id), "output": output}:
                 found.append({"role": "tool", "tool_call_id": id, "content": in_parts(_texts(output, where))})
             case {"type": "custom_tool_call", "call_id": str(id), "name": str(name), "input": str(text)}:
+                name = in_space(item.get("namespace"), name)
                 function = {"name": name, "arguments": json.dumps({"input": text}, ensure_ascii=False)}
                 _assistant(found).setdefault("tool_calls", []).append(
                     {"id": id, "type": "function", "function": function}
@@ -171,17 +181,42 @@ def _texts(content: Any, where: str) -> list[str]:
     return [part["text"] for part in parts]
 
 
-def _tool(tool: Mapping[str, Any], i: int) -> dict[str, Any]:
+def in_space(namespace: Any, name: str) -> str:
+    """What the model knows a tool of a namespace by; of none (None): its name."""
+    return f"{namespace}__{name}" if namespace else name
+
+
+def _each(tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yields the tools, those of a namespace one by one, and where each stands. Raises ApiError."""
+    for i, tool in enumerate(tools):
+        if tool.get("type") != "namespace":
+            yield f"tools.{i}", tool
+            continue
+        match tool:
+            case {"name": str(space), "tools": [*inner]} if all(_named(each) for each in inner):
+                pass
+            case _:
+                raise ApiError(400, f"tools.{i}: a namespace has a name, and tools that have names", "tools")
+        for j, each in enumerate(inner):
+            about = "\n".join(str(one["description"]) for one in (tool, each) if one.get("description"))
+            yield f"tools.{i}.tools.{j}", {**each, "name": in_space(space, each["name"]), "description": about}
+
+
+def _named(tool: Any) -> bool:
+    return isinstance(tool, Mapping) and isinstance(tool.get("name"), str)
+
+
+def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     """A function; a tool that takes a free text becomes a function of one argument, `input`. Raises ApiError."""
     if tool.get("type") == "custom":
-        return {"type": "function", "function": _custom(tool, i)}
+        return {"type": "function", "function": _custom(tool, where)}
     if tool.get("type") != "function":
-        raise ApiError(400, f"tools.{i}: tools of type {tool.get('type')!r} are not supported", "tools")
+        raise ApiError(400, f"{where}: tools of type {tool.get('type')!r} are not supported", "tools")
     given = {key: tool[key] for key in ("name", "description", "parameters", "strict") if tool.get(key) is not None}
     return {"type": "function", "function": given}
 
 
-def _custom(tool: Mapping[str, Any], i: int) -> dict[str, Any]:
+def _custom(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     format = tool.get("format") or {"type": "text"}
     description = str(tool.get("description") or "")
     match format:
@@ -190,7 +225,7 @@ def _custom(tool: Mapping[str, Any], i: int) -> dict[str, Any]:
         case {"type": "grammar", "syntax": str(syntax), "definition": str(definition)}:
             description += f"\n\nThe input follows this grammar ({syntax}):\n{definition}"
         case _:
-            raise ApiError(400, f"tools.{i}: format must be text, or grammar with a syntax and a definition", "tools")
+            raise ApiError(400, f"{where}: format must be text, or grammar with a syntax and a definition", "tools")
     parameters = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"],
                   "additionalProperties": False}  # fmt: skip
     return {"name": tool.get("name"), "description": description.strip(), "parameters": parameters}
@@ -223,5 +258,6 @@ def _format(text: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _choice(choice: Any) -> Any:
     if isinstance(choice, Mapping) and choice.get("type") in ("function", "custom"):
-        return {"type": "function", "function": {"name": choice.get("name")}}
+        name = in_space(choice.get("namespace"), choice["name"]) if _named(choice) else choice.get("name")
+        return {"type": "function", "function": {"name": name}}
     return choice

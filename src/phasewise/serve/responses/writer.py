@@ -22,7 +22,8 @@ class ResponseWriter:
 
     def __init__(self, ask: ResponsesAsk, model: str, keep: Callable[[Mapping[str, Any]], bool]) -> None:
         self._keep, self._number = keep, -1
-        self._custom, self._sealed = ask.custom(), ENCRYPTED in (ask.include or ())
+        self._custom, self._spaces = ask.custom(), ask.spaces()
+        self._sealed = ENCRYPTED in (ask.include or ())
         self._arguments = ""  # of a call that is to hold a text
         self._output: list[dict[str, Any]] = []
         self._open = False  # whether the last item is under way
@@ -106,15 +107,22 @@ class ResponseWriter:
             case "reasoning":
                 item |= {"summary": [], "content": []}
             case "custom_tool_call":
-                item |= {"call_id": call_id(), "name": delta.text, "input": ""}
+                item |= {"call_id": call_id(), **self._name(delta.text), "input": ""}
             case _:
-                item |= {"call_id": call_id(), "name": delta.text, "arguments": ""}
+                item |= {"call_id": call_id(), **self._name(delta.text), "arguments": ""}
         self._output.append(item)
         events = [self._event("response.output_item.added", output_index=self._at, item=item)]
         if kind in ("message", "reasoning"):
             item["content"].append(_part(kind))
             events += self._part("added") if kind == "message" else []
         return events
+
+    def _name(self, known: str) -> dict[str, str]:
+        """A tool's name in a call's item, and its namespace, by the name that the model knows."""
+        if known not in self._spaces:
+            return {"name": known}
+        namespace, name = self._spaces[known]
+        return {"name": name, "namespace": namespace}
 
     def _more(self, delta: OutputDelta) -> list[str]:
         item, told = self._output[-1], {"delta": delta.text}
