@@ -106,7 +106,9 @@ def test_each_drafter_learns_as_many_likeliest_tokens_as_it_asked_for() -> None:
     heard: list[Tensor | None] = []
 
     def learner() -> Any:
-        return SimpleNamespace(companion=None, learn=lambda spans, hidden, outcomes, tops: heard.append(tops))
+        return SimpleNamespace(
+            companion=None, drawer=None, token_rows=(), learn=lambda spans, hidden, outcomes, tops: heard.append(tops)
+        )
 
     tops, nothing = torch.arange(12).view(3, 4), cast(Any, None)
     Fusion(0, learner(), learner(), (2, 4)).learn([], nothing, [], tops)

@@ -151,7 +151,7 @@ HOLDING: dict[str, tuple[type[Any], Callable[[Any], Any], set[str]]] = {  # clas
     "rasd, base": (Drafter, lambda inner: Fusion(0, inner, listening(Drafter, [])), {"late"}),
     "rasd, source": (
         Drafter, lambda inner: Fusion(0, listening(Drafter, []), inner),
-        {"late", "draws", "sort", "think", "companion"},
+        {"late", "draws", "sort", "think", "companion", "drawer"},
     ),
     "decode methods of prompts": (Decode, lambda inner: Handing(*binding("decode", inner)), set()),
     "sample methods": (Sample, lambda inner: Chained(*binding("sample", inner)), set()),

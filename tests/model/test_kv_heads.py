@@ -14,7 +14,7 @@ from torch import Tensor
 
 from phasewise.errors import UserError
 from phasewise.load import files_of
-from phasewise.model import kv_heads
+from phasewise.model import kv_heads, shards
 from phasewise.model.config import ModelConfig
 from phasewise.model.layout import layout
 from phasewise.model.model import Model
@@ -173,7 +173,7 @@ def test_large_results_lie_in_several_files(tmp_path: Path, monkeypatch: pytest.
     save_random(FAMILIES["llama"](), tmp_path / "small")
     basis = calibrated(tmp_path / "small", 1)
     whole = converted(tmp_path / "small", 1, tmp_path / "whole", basis)
-    monkeypatch.setattr(kv_heads, "SHARD_BYTES", 50_000)
+    monkeypatch.setattr(shards, "SHARD_BYTES", 50_000)
     split = converted(tmp_path / "small", 1, tmp_path / "split", basis)
     files = list((tmp_path / "split").glob("model-*.safetensors"))
     assert len(files) > 2 and sum(path.stat().st_size for path in files) > split.weight_bytes
