@@ -33,6 +33,7 @@ from torch import Tensor
 from phasewise.errors import WeightsError
 from phasewise.gguf.blocks import BlockMatrix
 from phasewise.model.quantisation import PACKED_BYTES, READ, Quantisation
+from phasewise.model.quantised_tensors import QuantisedTensors
 from phasewise.model.weights import DTYPES, Checkpoint
 from phasewise.ops.native.levels import KINDS
 
@@ -245,7 +246,7 @@ class QuantisedMatrix:
         return levels - torch.from_numpy(self.zero_levels[some][:, self.group_of].astype(np.float32))
 
 
-class Quantised:
+class Quantised(QuantisedTensors[QuantisedMatrix]):
     """A quantised checkpoint's tensors by the names that they have in one that is not: `X.weight` for `X.qweight`.
 
     Construction compares all that belongs to a matrix, and raises WeightsError naming it. What is not kept as it lies
@@ -267,33 +268,7 @@ class Quantised:
             for part in parts:
                 del self.where[f"{module}.{part}"]
             self.where[name] = where
-        if not self._matrices:
-            raise WeightsError(f"{self.directory}: config.json says that it is quantised, and no tensor is (none is "
-                               f"called *{ending}). Take quantization_config out, or download it again.")  # fmt: skip
-
-    @property
-    def directory(self) -> Path:
-        return self.checkpoint.directory
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        found = self._matrices.get(name)
-        return self.checkpoint.shape(name) if found is None else (found.outputs, found.inputs)
-
-    def dtype(self, name: str) -> torch.dtype:
-        own = torch.bfloat16 if name in self._matrices else self.checkpoint.dtype(name)
-        return torch.bfloat16 if own in DTYPES else own
-
-    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        found, wanted = self._matrices.get(name), dtype or self.dtype(name)
-        if found is None:
-            stored = self.checkpoint.read(name)
-            tensor = stored.to(wanted) if stored.dtype in DTYPES else stored
-            if tensor is not stored:
-                self.checkpoint.let_go(stored)
-            return tensor
-        tensor = found.expanded(wanted)
-        self._let_go(found)
-        return tensor
+        self._check_any(ending)
 
     def blocks(self, name: str) -> BlockMatrix | None:
         """A quantised matrix, its inputs in the order of its groups; None of all others."""

@@ -32,6 +32,7 @@ from torch import Tensor
 from phasewise.errors import WeightsError
 from phasewise.gguf.blocks import BlockMatrix
 from phasewise.model.quantisation import READ, Quantisation
+from phasewise.model.quantised_tensors import QuantisedTensors
 from phasewise.model.weights import DTYPES, Checkpoint
 from phasewise.ops.native.levels import KINDS
 
@@ -100,7 +101,7 @@ def _halves(levels: Tensor) -> Tensor:
     return levels[..., :16] | levels[..., 16:] << 4
 
 
-class TableQuantised:
+class TableQuantised(QuantisedTensors[TableMatrix]):
     """A checkpoint's tensors by the names that they have in one that is not quantised.
 
     Construction compares all that belongs to a matrix, and raises WeightsError naming it. What is not kept as it lies
@@ -120,33 +121,7 @@ class TableQuantised:
             for part in taken.names:
                 self.where.pop(part, None)
             self.where[f"{module}.weight"] = where
-        if not self._matrices:
-            raise WeightsError(f"{self.directory}: config.json says that it is quantised, and no tensor is (none is "
-                               f"called *{ending}). Take quantization_config out, or download it again.")  # fmt: skip
-
-    @property
-    def directory(self) -> Path:
-        return self.checkpoint.directory
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        found = self._matrices.get(name)
-        return self.checkpoint.shape(name) if found is None else (found.outputs, found.inputs)
-
-    def dtype(self, name: str) -> torch.dtype:
-        own = torch.bfloat16 if name in self._matrices else self.checkpoint.dtype(name)
-        return torch.bfloat16 if own in DTYPES else own
-
-    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        found, wanted = self._matrices.get(name), dtype or self.dtype(name)
-        if found is not None:
-            tensor = found.expanded(wanted)
-            self._let_go(found)
-            return tensor
-        stored = self.checkpoint.read(name)
-        tensor = stored.to(wanted) if stored.dtype in DTYPES else stored
-        if tensor is not stored:
-            self.checkpoint.let_go(stored)
-        return tensor
+        self._check_any(ending)
 
     def blocks(self, name: str) -> BlockMatrix | None:
         found = self._matrices.get(name)
