@@ -37,17 +37,21 @@ class LikeliestTree:
         notes = tree.notes or {-1: 1.0}
         chances = torch.stack([self._coupled(tree, each) for each in asked])
         width = min(self.width, chances.shape[1])
-        top, tokens = chances.topk(width, -1)
-        joint = top.double() * torch.tensor([[notes[each.node]] for each in asked], dtype=torch.float64)
+        top, at = chances.topk(width, -1)
+        guesses, tokens = top.tolist(), at.tolist()
         offered = sorted(
-            ((-value, at) for at, value in enumerate(joint.flatten().tolist())), key=lambda each: each[0]
+            (
+                (notes[each.node] * guess, each.node, token)
+                for each, of, named in zip(asked, guesses, tokens, strict=True)
+                for guess, token in zip(of, named, strict=True)
+            ),
+            key=lambda offer: -offer[0],
         )  # of equal ones the earlier
         added = list[int]()
-        for value, at in offered[: tree.room]:
-            row, rank = divmod(at, width)
-            if value < 0:
-                added.append(tree.add(asked[row].node, int(tokens[row, rank])))
-                tree.notes[added[-1]] = -value
+        for likely, node, token in offered[: tree.room]:
+            if likely > 0:
+                added.append(tree.add(node, token))
+                tree.notes[added[-1]] = likely
         best = set(self._best(tree))
         return [node for node in added[: self.width] if node in best]
 
