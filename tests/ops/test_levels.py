@@ -13,7 +13,7 @@ from phasewise.ops import native
 from phasewise.ops.native import weights
 from phasewise.ops.native.levels import KINDS
 from phasewise.ops.native.weights import PackedWeights, pack_blocks
-from tests.ops.targets import EACH
+from tests.ops.targets import EACH, HERE
 
 ROWS = ["bfloat16", "int8"]  # forms that they come in
 OUTPUTS = 131  # two panels, and some of a third
@@ -115,6 +115,20 @@ def test_rows_are_their_own_and_equal_the_twin(kind: str, rows: str) -> None:
         assert torch.equal(layer(x)[fine], together[fine]), "threads change bits"
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_bytes_are_alike_on_the_matrix_unit(kind: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of bytes are exact within a group, and take one order over groups: the kernels for AVX-512 give the same."""
+    if target != "amx" or "avx512" not in HERE:
+        pytest.skip("for processors with a matrix unit")
+    raw, weight = some_blocks(kind, None)
+    x, other = torch.randn(300, weight.shape[1]), native.load("avx512")
+    on_unit = layer_of(kind, "int8", raw)
+    monkeypatch.setattr(weights, "library", lambda: other)
+    without = layer_of(kind, "int8", raw)
+    for rows in (7, 8, 17, 300):
+        assert torch.equal(bits(on_unit(x[:rows])), bits(without(x[:rows]))), rows
 
 
 @pytest.mark.parametrize("kind", KINDS)

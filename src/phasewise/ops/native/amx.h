@@ -24,14 +24,16 @@ template <int C, int A, int B> inline void add_bytes() {  // all of them signed
   asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
 }
 
-// Tiles 0 to 3 hold sums, 4 and 5 inputs, of `rows` rows each; the others weights.
-inline void start_tiles(long rows) {
+// Tiles 0 to 3 hold sums, 4 and 5 inputs, of `rows` rows each; the others weights. A step is over `words` of inputs.
+inline void start_tiles(long rows, long words = SIDE) {
   struct {
     uint8_t palette = 1, start = 0, reserved[14] = {};
     uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
     uint8_t rows[16] = {SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE};
   } shape;
   for (int i = 0; i < 6; i++) shape.rows[i] = (uint8_t)rows;
+  for (int i = 4; i < 6; i++) shape.bytes[i] = (uint16_t)(words * 4);
+  for (int i = 6; i < 8; i++) shape.rows[i] = (uint8_t)words;
   asm volatile("ldtilecfg %0" : : "m"(shape));
 }
 

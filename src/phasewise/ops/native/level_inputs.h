@@ -171,8 +171,11 @@ struct PairOfInputs {
 };
 #endif
 
-inline void put_pair(int32_t* to, bf16 even, bf16 odd) { *to = even | odd << 16; }
-template <class Pair> void put_pair(Pair* to, bf16 even, bf16 odd) { *to = {widen(even), widen(odd)}; }
+// LANES numbers of bfloat16 as pairs.
+inline void put_pairs(const bf16* some, int32_t* to) { memcpy(to, some, LANES * sizeof(bf16)); }
+template <class Pair> void put_pairs(const bf16* some, Pair* to) {
+  for (long i = 0; i < LANES; i += 2) to[i / 2] = {widen(some[i]), widen(some[i + 1])};
+}
 
 // 32 numbers rounded to bfloat16, and their sum.
 template <class T> float copy_section(const T* x, PairOfInputs* out) {
@@ -181,7 +184,7 @@ template <class T> float copy_section(const T* x, PairOfInputs* out) {
     alignas(64) bf16 some[LANES];
     store_floats(some, load_floats(x + k));
     all += load_floats(some);
-    for (long i = 0; i < LANES; i += 2) put_pair(out + (k + i) / 2, some[i], some[i + 1]);
+    put_pairs(some, out + k / 2);
   }
   return sum(all);
 }

@@ -394,6 +394,18 @@ template <class Kind> struct Section {
     return found;
   }
 
+#if MATRIX_UNIT
+  // What levels are worth, as signed bytes.
+  __attribute__((always_inline)) I values(long step, int word, long at) const {
+    I found = levels(step, word, at);
+    if constexpr (Kind::TABLE) {
+      static constexpr Table16 VALUES = shifted_values<Kind, 0>();
+      return look_up(VALUES.bytes, found);
+    }
+    return (I)_mm512_sub_epi8((__m512i)found, _mm512_set1_epi8((char)Kind::OFFSET));
+  }
+#endif
+
   // What levels are worth, and OFFSET more: none is below 0.
   __attribute__((always_inline)) I above(long step, int word, long at) const {
     I found = levels(step, word, at);

@@ -341,16 +341,24 @@ template <class Op> void multiply_levels(const PartProduct& product, const typen
   }
 }
 
-template <class Kind> void multiply_bytes(const PartProduct& product) {
+template <class Kind> inline ByteRows byte_rows(const PartProduct& product) {
   const long inputs = product.call.weights->inputs, groups = groups_of(inputs, IN_GROUP_OF<Kind>);
   const uint8_t* bytes = (const uint8_t*)product.inputs;
   const ByteGroup* of = (const ByteGroup*)(bytes + product.call.rows * inputs);
-  multiply_levels<ByBytes<Kind>>(product, {(const int32_t*)bytes, inputs / 4, of, groups});
+  return {(const int32_t*)bytes, inputs / 4, of, groups};
 }
 
-template <class Kind> void multiply_pairs(const PartProduct& product) {
+inline PairRows pair_rows(const PartProduct& product) {
   const long inputs = product.call.weights->inputs, sections = groups_of(inputs, SECTION);
   const PairOfInputs* pairs = (const PairOfInputs*)product.inputs;
   const float* sums = (const float*)(pairs + product.call.rows * inputs / 2);
-  multiply_levels<ByBfloats<Kind>>(product, {pairs, inputs / 2, sums, sections});
+  return {pairs, inputs / 2, sums, sections};
+}
+
+template <class Kind> void multiply_bytes(const PartProduct& product) {
+  multiply_levels<ByBytes<Kind>>(product, byte_rows<Kind>(product));
+}
+
+template <class Kind> void multiply_pairs(const PartProduct& product) {
+  multiply_levels<ByBfloats<Kind>>(product, pair_rows(product));
 }

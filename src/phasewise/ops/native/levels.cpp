@@ -2,6 +2,8 @@
 #include "level_inputs.h"
 #if LANES == 8
 #include "level_avx2.h"
+#elif MATRIX_UNIT
+#include "level_unit.h"
 #else
 #include "level_product.h"
 #endif
@@ -51,6 +53,8 @@ template <class Kind> constexpr Form pairs_form() {
 #if LANES == 8
   constexpr int INPUTS = FloatLevels<Alike<Kind>>::NIBBLES ? INPUTS_NIBBLES : INPUTS_PAIRS;
   return {INPUTS, level_panel_bytes<Kind>, pack_blocks<Kind>, multiply_floats<Kind>, unpack_row<Kind>};
+#elif MATRIX_UNIT
+  return {INPUTS_PAIRS, level_panel_bytes<Kind>, pack_blocks<Kind>, unit_pairs<Kind>, unpack_row<Kind>};
 #else
   return {INPUTS_PAIRS, level_panel_bytes<Kind>, pack_blocks<Kind>, multiply_pairs<Kind>, unpack_row<Kind>};
 #endif
@@ -59,7 +63,11 @@ template <class Kind> constexpr Form pairs_form() {
 template <class Kind> constexpr Form bytes_form() {
   constexpr long GROUP = IN_GROUP_OF<Kind>;
   constexpr int INPUTS = GROUP == 32 ? INPUTS_BYTES_32 : GROUP == 64 ? INPUTS_BYTES_64 : INPUTS_BYTES_128;
+#if MATRIX_UNIT
+  return {INPUTS, level_panel_bytes<Kind>, pack_blocks<Kind>, unit_bytes<Kind>, unpack_row<Kind>};
+#else
   return {INPUTS, level_panel_bytes<Kind>, pack_blocks<Kind>, multiply_bytes<Kind>, unpack_row<Kind>};
+#endif
 }
 
 #if LANES != 8
