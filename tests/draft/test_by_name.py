@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 
@@ -9,17 +10,20 @@ import pytest
 
 from phasewise import catalog
 from phasewise.engine.limits import Limits
-from phasewise.errors import UserError
+from phasewise.errors import Untrained, UserError
 from phasewise.llm import LLM
 from phasewise.load import files_of
 from phasewise.methods.draft._datastore import encoded, vocabulary
 from phasewise.request.params import Params
+from phasewise.train.heads.kinds import KINDS
+from tests import tiny
 from tests.serve.tiny_chat import chat_checkpoint
 
 PROMPTS = [
     "import os\nimport sys\n\n\ndef main():\n    for name in os.listdir(sys.argv[1]):\n        print(name)\n\n\ndef",
     "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
 ]
+SHIPPED = ("hydra", "medusa")  # drafters with heads for pocket
 GREEDY = Params(max_tokens=24, ignore_eos=True)
 
 
@@ -28,19 +32,41 @@ def tokens(**verbs: str) -> tuple[list[list[int]], LLM]:
     return [output.tokens for output in llm.generate(PROMPTS, GREEDY)], llm
 
 
+def needs(name: str) -> str:
+    return str(catalog.method("draft", name).needs)
+
+
 @cache
 def plain() -> list[list[int]]:
     return tokens(draft="none")[0]
 
 
+def names_its_training(error: Untrained) -> bool:
+    """True if the error names a command that trains the missing heads, of a kind that the trainer knows."""
+    named = re.search(r"Train them: phasewise train heads (\S+) --for \S+ --out ", str(error))
+    return named is not None and named[1] in KINDS
+
+
 @pytest.mark.parametrize("name", catalog.names("draft"))
 def test_pocket_says_what_it_says_without(name: str) -> None:
-    found, llm = tokens(draft=name)
+    """A drafter whose heads do not ship for pocket says how they are trained."""
+    try:
+        found, llm = tokens(draft=name)
+    except Untrained as error:
+        assert name not in SHIPPED and names_its_training(error)
+        return
     assert found == plain()
     counters = llm.engine.counters
     if name != "aggressive":  # it copies what a request marks, and nothing is marked here
         assert counters.drafted > 0
     assert counters.accepted <= counters.drafted
+
+
+@pytest.mark.parametrize("name", [name for name in catalog.names("draft") if needs(name) == "trained"])
+def test_untrained_drafters_name_a_command_that_exists(name: str) -> None:
+    with pytest.raises(Untrained) as caught:
+        tiny.engine({"draft": name})
+    assert names_its_training(caught.value), caught.value
 
 
 def test_a_datastore_of_another_tokenizer_is_refused(tmp_path: Path) -> None:

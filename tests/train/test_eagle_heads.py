@@ -1,4 +1,4 @@
-"""EAGLE's unrolled training computes what the drafter would: every step of every position, on given tokens."""
+"""Unrolled training of EAGLE's heads and MTP modules computes what the drafter would: every step of every position, on given tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from phasewise.speculation.heads import folder
 from phasewise.speculation.heads.block import FeatureHeads
 from phasewise.speculation.heads.layouts import feature_heads, tensors_of
-from phasewise.train.heads.eagle import EagleKind
+from phasewise.train.heads.feature import FeatureKind
 from phasewise.train.heads.kinds import KINDS
 from phasewise.train.heads.run import heads_loss
 from phasewise.train.heads.target import FrozenTarget
@@ -37,7 +37,7 @@ def written(kind: str, out: Path, its: FrozenTarget) -> FeatureHeads:
     return made
 
 
-@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "mtp"])
 def test_every_step_is_the_draft_loops_on_the_same_tokens(kind: str, tmp_path: Path) -> None:
     """Against the plain forward, which goes on with its own outputs token by token and sees all that came before."""
     its = target()
@@ -55,13 +55,13 @@ def test_every_step_is_the_draft_loops_on_the_same_tokens(kind: str, tmp_path: P
         torch.testing.assert_close(logits.detach(), torch.stack(wanted), atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "mtp"])
 def test_what_training_lowers_is_what_it_is_told_to_learn(kind: str) -> None:
     """A few steps on one block lower the loss of every depth; with one depth learned, the others are not asked for."""
     its, block = target(), pad_rows(ROWS, 0)
     torch.manual_seed(0)
     module = KINDS[kind].build(its, DEPTH)
-    assert isinstance(KINDS[kind], EagleKind) and module.steps == DEPTH
+    assert isinstance(KINDS[kind], FeatureKind) and module.steps == DEPTH
     adam, found = torch.optim.AdamW(module.parameters(), lr=3e-3), list[dict[str, float]]()
     for _ in range(30):
         loss = heads_loss(KINDS[kind], module, its, [block])

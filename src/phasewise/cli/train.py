@@ -58,12 +58,12 @@ class HeadsRun:
 
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to train on, padding included.")] = 500_000
     depth: Annotated[
-        int, typer.Option(min=1, max=16, help="Heads, or steps of EAGLE's: later tokens that are guessed.")
+        int, typer.Option(min=1, max=16, help="Heads, or steps of one (EAGLE, MTP): later tokens that are guessed.")
     ] = 4
     unroll: Annotated[
         int, typer.Option(min=0, help="Depths that are learned; later ones are only measured. 0: all.")
     ] = 0
-    step: Annotated[int, typer.Option(min=0, help="Tokens of a step. 0: 2,048, or 512 for large vocabularies.")] = 0
+    step: Annotated[int, typer.Option(min=0, help="Tokens of a step. 0: 1,024, or 256 for large vocabularies.")] = 0
     rate: Annotated[float, typer.Option(min=1e-8, help="Learning rate.")] = 1e-3
     sequences: Annotated[int, typer.Option(min=2, help="Number of continuations that the model writes.")] = 2_000
     new: Annotated[int, typer.Option(min=16, help="Most tokens of a continuation.")] = 96
@@ -153,7 +153,7 @@ def draft(
 @spread
 def heads(
     kind: Annotated[
-        str, typer.Argument(metavar="KIND", help="medusa, hydra, eagle1 or eagle3. Without one, the list is printed.")
+        str, typer.Argument(metavar="KIND", help="medusa, hydra, eagle1, eagle3 or mtp. Without one: the list.")
     ] = "",
     target: Annotated[
         str, typer.Option("--for", metavar="MODEL", help="A directory, a .gguf file, a hub id, pocket.")

@@ -105,6 +105,11 @@ class FeatureHeads(nn.Module):
         self.lm_head: nn.Module | None = None
         self.register_buffer("d2t", None)
 
+    @property
+    def block(self) -> Block:
+        """The one block that they have."""
+        raise NotImplementedError
+
     def forward(self, embedded: Tensor, feature: Tensor, attend: AttendRows) -> Tensor:
         """Pairs of embeddings and features [..., d] each -> outputs [..., d] of the block."""
         raise NotImplementedError

@@ -7,7 +7,7 @@ layer EAGLE itself calls `midlayer`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,11 +32,13 @@ class Eagle1(FeatureHeads):
         if embeddings:
             self.embed_tokens = nn.Embedding(config.vocab, config.hidden)
 
+    @property
+    def block(self) -> Block:
+        return cast(Block, self.layers[0])
+
     def forward(self, embedded: Tensor, feature: Tensor, attend: AttendRows) -> Tensor:
         x = self.fc(torch.cat((embedded, feature), -1))
-        block = self.layers[0]
-        assert isinstance(block, Block)
-        return block.run(x, x, attend)
+        return self.block.run(x, x, attend)
 
 
 @dataclass(frozen=True)
@@ -105,9 +107,12 @@ class Eagle3(FeatureHeads):
         fused: Tensor = self.fc(states)
         return fused
 
+    @property
+    def block(self) -> Eagle3Block:
+        return cast(Eagle3Block, self.layers[0])
+
     def forward(self, embedded: Tensor, feature: Tensor, attend: AttendRows) -> Tensor:
-        out: Tensor = self.layers[0](embedded, feature, attend)
-        return out
+        return self.block(embedded, feature, attend)
 
     def passed_on(self, output: Tensor) -> Tensor:
         return self.norm(output) if self.options.norm_output else output

@@ -7,7 +7,7 @@ with `mtp.`; DeepSeek-V3's parts have names of their own behind `model.layers.LA
 from __future__ import annotations
 
 import re
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -67,15 +67,15 @@ class MTP(FeatureHeads):
         super().__init__(config)
         self.mtp_layers = nn.ModuleList([MTPBlock(config)])
 
+    @property
+    def block(self) -> MTPBlock:
+        return cast(MTPBlock, self.mtp_layers[0])
+
     def forward(self, embedded: Tensor, feature: Tensor, attend: AttendRows) -> Tensor:
-        out: Tensor = self.mtp_layers[0](embedded, feature, attend)
-        return out
+        return self.block(embedded, feature, attend)
 
     def passed_on(self, output: Tensor) -> Tensor:
         return self.final(output)
 
     def final(self, output: Tensor) -> Tensor:
-        block = self.mtp_layers[0]
-        assert isinstance(block, MTPBlock)
-        normed: Tensor = block.final_layernorm(output)
-        return normed
+        return self.block.final_layernorm(output)

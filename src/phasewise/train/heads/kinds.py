@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from phasewise.errors import UserError, near
-from phasewise.train.heads.eagle import EagleKind
+from phasewise.train.heads.feature import FeatureKind
 from phasewise.train.heads.last_state import HydraKind, MedusaKind
 from phasewise.train.heads.target import FrozenTarget, SeenBlock
 
@@ -34,10 +34,11 @@ class HeadsKind(Protocol):
 
 
 KINDS: dict[str, HeadsKind] = {
-    "eagle1": EagleKind("eagle1"),
-    "eagle3": EagleKind("eagle3"),
+    "eagle1": FeatureKind("eagle1"),
+    "eagle3": FeatureKind("eagle3"),
     "hydra": HydraKind(),
     "medusa": MedusaKind(),
+    "mtp": FeatureKind("mtp"),
 }
 
 

@@ -1,4 +1,5 @@
-"""EAGLE's heads as they are trained: unrolled over their own outputs, at all positions of a text at once.
+"""EAGLE's heads and MTP modules as they are trained: unrolled over their own outputs, at all positions of a text at
+once.
 
 This is the training-time test of EAGLE-3 (arXiv 2503.01840, section 3.2). The first step reads true features. Step j
 reads at position t the output of step j - 1 at t, and the token t + 1 + j; it sees the pairs of the first step up to t
@@ -18,16 +19,18 @@ from torch.nn import functional as F
 
 from phasewise.model.rope import RopeTables
 from phasewise.speculation.heads.block import FeatureHeads
+from phasewise.speculation.heads.eagle import Eagle3
 from phasewise.speculation.heads.layouts import settings_of, untrained
+from phasewise.speculation.heads.mtp import MTP
 from phasewise.train.heads.target import FrozenTarget, SeenBlock
 
 BEGIN = 0.3  # of the model's logits: at full scale, what is said again is surely wrong
 
 
 @dataclass(frozen=True)
-class EagleKind:
-    """Heads of a kind, `eagle1` or `eagle3`: a block of the model's width with one key head and an MLP that widens
-    nothing, so that those for a small model are small. They begin by saying again, less surely, what the model says."""
+class FeatureKind:
+    """Heads of a kind, `eagle1`, `eagle3` or `mtp`: a block of the model's width with one key head and an MLP that
+    widens nothing, so that those for a small model are small."""
 
     kind: str
 
@@ -37,16 +40,7 @@ class EagleKind:
     def build(self, target: FrozenTarget, depth: int) -> FeatureHeads:
         made = untrained(self.kind, target.model, narrow=True)
         made.steps = depth
-        with torch.no_grad():
-            fc, d = made.get_parameter("fc.weight").normal_(std=0.005), target.hidden
-            fc[:, -d:] += BEGIN * torch.eye(d)
-            for name in ("self_attn.o_proj", "mlp.down_proj"):
-                made.get_parameter(f"layers.0.{name}.weight").zero_()
-            if self.kind == "eagle1":
-                made.get_parameter("fc.bias").zero_()
-            else:
-                made.get_parameter("lm_head.weight").copy_(target.output)
-                made.get_parameter("norm.weight").copy_(BEGIN * target.model.norm.weight)
+        begin(made, target)
         return made.to(target.output.device)
 
     def guesses(self, module: FeatureHeads, target: FrozenTarget, seen: SeenBlock) -> Iterator[Tensor]:
@@ -63,6 +57,26 @@ class EagleKind:
 
     def config(self, module: FeatureHeads, target: FrozenTarget) -> dict[str, Any]:
         return settings_of(module, target.model, module.steps)
+
+
+@torch.no_grad()
+def begin(heads: FeatureHeads, target: FrozenTarget) -> None:
+    """Initial weights with which heads say again, less surely, what the model says: the feature passes through."""
+    block, feature = heads.block, torch.eye(target.hidden)
+    for closing in (block.self_attn.o_proj, block.mlp.down_proj):
+        closing.weight.zero_()
+    if isinstance(heads, MTP):
+        # Behind a norm the feature is of mean square 1; the model's own has that of its norm's weights.
+        joined = heads.block.input_proj
+        joined.weight.normal_(std=0.005)[:, -target.hidden :] += feature
+        heads.block.final_layernorm.weight.fill_(BEGIN * float(target.model.norm.weight.float().square().mean().sqrt()))
+        return
+    heads.get_parameter("fc.weight").normal_(std=0.005)[:, -target.hidden :] += BEGIN * feature
+    if isinstance(heads, Eagle3):
+        heads.get_parameter("lm_head.weight").copy_(target.output)
+        heads.norm.weight.copy_(BEGIN * target.model.norm.weight)
+    else:
+        heads.get_parameter("fc.bias").zero_()
 
 
 class UnrolledAttention:
