@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from phasewise.builder import Builder
 from phasewise.engine.limits import Limits
@@ -15,13 +16,19 @@ from phasewise.methods.verify.match import Match
 from phasewise.model.model import Model
 from phasewise.model.widen import widen
 from phasewise.options import parse
-from phasewise.reproduce.drafting_heads import OthersPath
+from phasewise.reproduce.drafting_heads import OthersPath, RankShape
 from phasewise.reproduce.wide_heads import widen_heads
 from phasewise.speculation.heads import folder
 from phasewise.speculation.heads.hydra import HydraHeads, HydraShape
-from phasewise.speculation.heads.last_state import random_weights
+from phasewise.speculation.heads.last_state import RankPath, random_weights
+from phasewise.speculation.heads.layouts import feature_heads
+from phasewise.train.heads.kinds import KINDS
+from phasewise.train.heads.target import FrozenTarget
+from phasewise.train.mixture import pad_rows
 from tests import tiny
 from tests.draft import successor
+from tests.draft.shapes import grown
+from tests.speculation.markov import table
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
@@ -53,6 +60,46 @@ def test_maps_of_low_rank_are_widened_part_by_part(tmp_path: Path) -> None:
         outs = tiny.outs(tiny.run(placed, tiny.prompts(9, 20), tiny.greedy(60)))
         counted.append((outs, placed.counters.drafted, placed.counters.accepted))
     assert counted[0] == counted[1] and counted[0][2] > 3
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "mtp"])
+def test_blocks_are_widened_with_all_they_read(kind: str, tmp_path: Path) -> None:
+    """Random weights and norms over the tiny model and its widened twin: the same pairs lead to the same guesses."""
+    widen(files_of(str(tiny.checkpoint())), tmp_path / "model", 4)
+    known = torch.arange(0, tiny.VOCAB, 2) if kind == "eagle3" else None
+    made = KINDS[kind].build(target := FrozenTarget(str(tiny.checkpoint())), 3, known)
+    random = torch.Generator().manual_seed(1)
+    for parameter in made.parameters():
+        torch.nn.init.normal_(
+            parameter, std=parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 1.0, generator=random
+        )
+    folder.write(tmp_path / "heads", KINDS[kind].config(made, target), KINDS[kind].tensors(made))
+    wide = FrozenTarget(str(tmp_path / "model"))
+    widen_heads(tmp_path / "heads", tmp_path / "wide", wide.fingerprint, 4)
+    block = pad_rows([[(tiny.prompts(9)[0], False), (tiny.prompts(12)[0], True)]], 0)
+    said = []
+    for its, at in ((target, "heads"), (wide, "wide")):
+        heads, _ = feature_heads(its.model, (kind,), str(tmp_path / at))
+        heads.steps = 3
+        said.append(torch.cat([*KINDS[kind].guesses(heads, its, its.see(block, KINDS[kind].taps(heads)))]))
+    torch.testing.assert_close(said[1], said[0], atol=2e-3, rtol=1e-3)
+    assert float(said[0].detach().std()) > 0.3
+
+
+def test_a_fixed_tree_holds_its_ranks_whatever_is_likely() -> None:
+    """Every node is the rank of its parent's row that its path names; parts that there is no room for are left out."""
+    paths: tuple[RankPath, ...] = ((0,), (1,), (0, 0), (1, 2), (1, 2, 0))
+    shape, q = RankShape(paths), table(6, seed=3)
+    draft = shape.finish(grown(shape, q, greedy=True))
+    wanted = set()
+    for path in paths:
+        row, tokens = 0, list[int]()
+        for rank in path:
+            row = q[row].topk(rank + 1).indices.tolist()[rank]
+            tokens.append(row)
+        wanted.add(tuple(tokens))
+    assert {draft.path(node) for node in range(len(draft.tokens))} == wanted and len(draft.tokens) == 5
+    assert (shape.levels, shape.nodes(2), shape.runs(1), shape.runs(2)) == (3, 4, 2, 3)
 
 
 def test_another_path_costs_as_much_and_is_right_less_often(tmp_path: Path) -> None:

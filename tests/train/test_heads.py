@@ -218,6 +218,20 @@ def test_heads_learn_and_say_what_they_are(kind: str, tmp_path: Path) -> None:
         LLM("pocket", draft=f"{kind}:heads={tmp_path}")
 
 
+def test_heads_with_a_draft_vocabulary_of_their_text_draft(tmp_path: Path) -> None:
+    """They know the tokens that the text has most often, and load as they were stored."""
+    found = train(job(tmp_path, "eagle3", tokens=40 * 256, draft_vocab=64), silent)
+    assert found.accepted["a chain of 2"] > 1
+    llm = LLM(TARGET, dtype="float32", limits=Limits(kv_bytes=64 << 20), draft=f"eagle:heads={tmp_path},depth=2")
+    prompts = models.prompts(20, 30, vocab=4096)
+    said = [output.tokens for output in llm.generate(prompts, max_tokens=12, ignore_eos=True)]
+    plain = LLM(TARGET, dtype="float32", limits=Limits(kv_bytes=64 << 20))
+    assert said == [output.tokens for output in plain.generate(prompts, max_tokens=12, ignore_eos=True)]
+    stored = folder.read(tmp_path)
+    assert stored.tensors["d2t"].dtype == torch.int64 and int(stored.tensors["t2d"].sum()) == 64
+    assert stored.tensors["lm_head.weight"].shape[0] == 64 and "--draft-vocab 64" in stored.own["command"]
+
+
 class _Cut(Exception):
     pass
 
@@ -278,6 +292,10 @@ def test_the_command(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for words, says in (
         (["medusas", "--out", tmp_path], "unknown kind of heads 'medusas'. Did you mean medusa?"),
         (["medusa"], "say where it goes: --out runs/medusa"),
+        (
+            ["mtp", "--out", tmp_path, "--draft-vocab", "64"],
+            "draft_vocab=64: heads of kind mtp guess by the model's own",
+        ),
         (["medusa", "--out", tmp_path, "--resume"], "there is nothing to resume"),
         (["medusa", "--out", tmp_path, "--for", "pockets"], "no model is known as 'pockets'"),
         (["medusa", "--out", tmp_path, "--for", TARGET, "--new", "2048"], "new=2048: the context of pocket-draft"),

@@ -64,6 +64,9 @@ class HeadsRun:
         int, typer.Option(min=0, help="Depths that are learned; later ones are only measured. 0: all.")
     ] = 0
     step: Annotated[int, typer.Option(min=0, help="Tokens of a step. 0: 1,024, or 256 for large vocabularies.")] = 0
+    draft_vocab: Annotated[
+        int, typer.Option(min=0, help="Tokens that EAGLE-3's heads guess among: the most frequent ones. 0: all.")
+    ] = 0
     rate: Annotated[float, typer.Option(min=1e-8, help="Learning rate.")] = 1e-3
     sequences: Annotated[int, typer.Option(min=2, help="Number of continuations that the model writes.")] = 2_000
     new: Annotated[int, typer.Option(min=16, help="Most tokens of a continuation.")] = 96
@@ -193,7 +196,7 @@ def heads(
 
     with _running(out / ASIDE, resume):
         job = HeadsJob(kind, target, out, run.tokens, run.depth, run.rate, run.sequences, run.new, run.prompts,
-                       run.dtype, seed, resume, run.unroll, run.step)  # fmt: skip
+                       run.dtype, seed, resume, run.unroll, run.step, run.draft_vocab)  # fmt: skip
         found = train_heads(job, counting)
     print(f"{out}\n{found}\nUse it with --draft {DRAFTERS[kind]}:heads={out}")
 

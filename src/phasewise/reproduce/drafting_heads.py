@@ -1,37 +1,87 @@
-"""Trained drafting heads as systems ask of them: with a path that is another's, and rank by rank over text that the
-model wrote."""
+"""Trained drafting heads as systems ask of them: what they cost, controls without their idea, and rank by rank over
+text that the model wrote."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from random import Random
 
 from torch import Tensor
 
+from phasewise.methods.draft.eagle import Eagle
 from phasewise.methods.draft.hydra import Hydra
+from phasewise.reproduce import loads
 from phasewise.reproduce.controls import Control
 from phasewise.reproduce.lab import Lab
-from phasewise.reproduce.play import LoadEntry
-from phasewise.reproduce.system import AttemptOutcome, Setting
+from phasewise.reproduce.play import LoadEntry, PlayedRun
+from phasewise.reproduce.system import AttemptOutcome, Case, Counter, Setting, Timing
+from phasewise.speculation.features import FeatureDrafter
 from phasewise.speculation.heads import folder
 from phasewise.speculation.heads.folder import StoredHeads
 from phasewise.speculation.heads.hydra import HydraHeads
-from phasewise.speculation.heads.last_state import LastStateDrafter, LastStateHeads
+from phasewise.speculation.heads.last_state import LastStateDrafter, LastStateHeads, RankPath, tree_of
 from phasewise.speculation.heads.medusa import MedusaHeads
+from phasewise.speculation.tree_drafter import DraftBuilder, NodeRequest
 from phasewise.train.heads import acceptance
 from phasewise.train.heads.acceptance import Ranks
 from phasewise.train.heads.kinds import KINDS
+from phasewise.train.heads.run import HeadsJob, train
 from phasewise.train.heads.target import FrozenTarget
 from phasewise.train.heads.text import unlooped
 from phasewise.train.written import WrittenText
+from phasewise.verbs.draft import Draft, Drawn
 from phasewise.verbs.host import Host
 from phasewise.verbs.traits import Traits
 
 LOADS: dict[str, Callable[[StoredHeads], LastStateHeads]] = {"medusa": MedusaHeads.of, "hydra": HydraHeads.of}
 
 
-# ---- a control
+NODES = 15  # guesses of a tree
+UNROLLED, DRAFT_VOCAB = 80_000, 1024  # tokens to learn from where two ways are compared, and tokens that are guessed
+FLAT, COLLAPSED = 0.9, 0.8  # how often a later guess is right over the first: at least if all are alike, else at most
+LOAD = loads.answering("json", "arithmetic", "list", "copy", n=16)
+
+
+# ---- costs
+def passes(case: Case, run: PlayedRun) -> float:
+    """Passes of the model per token."""
+    return run.work.forwards / run.work.emitted
+
+
+def _verdicts(case: Case) -> int:
+    """Passes that judge guesses: all but the prompts'."""
+    return case.work.forwards - len(case.entries)
+
+
+PASSES = Counter(
+    "passes of the model", "one per prompt, and tokens - first tokens - accepted guesses",
+    lambda case: case.work.forwards, lambda case: case.work.emitted - case.work.accepted,
+)  # fmt: skip
+FREE = Counter(
+    "passes that make the guesses", "none: heads read what the verdict leaves",
+    lambda case: case.work.draft_forwards, lambda case: 0,
+)  # fmt: skip
+
+
+def verified(nodes: int) -> Counter:
+    return Counter("guesses verified", f"{nodes} a pass after the prompts'", lambda case: case.work.drafted,
+                   lambda case: nodes * _verdicts(case), bound="at most")  # fmt: skip
+
+
+def guessing(depth: int) -> Counter:
+    return Counter("passes of the heads", f"{depth} a pass after the prompts'", lambda case: case.work.draft_forwards,
+                   lambda case: depth * _verdicts(case), bound="at most")  # fmt: skip
+
+
+TIMINGS = (
+    Timing("time per token", seconds=loads.pace, price=True),
+    Timing("time per token, the model padded to sixteen times the weights", 1.0, loads.pace, model="pocket-wide"),
+)
+
+
+# ---- controls
 @dataclass(frozen=True)
 class OthersPath(Control):
     """draft: Hydra's heads, trained and asked as ever, that read random tokens in place of those guessed before."""
@@ -61,6 +111,57 @@ class _Misled(LastStateDrafter):
         )
 
 
+@dataclass(frozen=True)
+class RankShape:
+    """A tree of the same ranks in every step, whatever the heads hold likely, as EAGLE's first version has it."""
+
+    paths: tuple[RankPath, ...]  # parents before children
+    drawn: Drawn = "point"
+
+    @property
+    def levels(self) -> int:
+        return max(map(len, self.paths))
+
+    def nodes(self, levels: int) -> int:
+        return sum(len(path) <= levels for path in self.paths)
+
+    def runs(self, levels: int) -> int:
+        return len({path[:-1] for path in self.paths if 1 < len(path) <= levels + 1})
+
+    def grow(self, tree: DraftBuilder, asked: Sequence[NodeRequest]) -> list[int]:
+        """Adds the children of the nodes asked for; `notes` of a tree: the rank path of each node."""
+        added = list[int]()
+        for each in asked:
+            above: RankPath = tree.notes.get(each.node, ())
+            ranks = [path[-1] for path in self.paths if path[:-1] == above]
+            ids = each.q.topk(max(ranks) + 1).indices.tolist() if ranks else []
+            for rank in ranks[: tree.left]:
+                added.append(tree.add(each.node, ids[rank]))
+                tree.notes[added[-1]] = (*above, rank)
+        followed = {path[:-1] for path in self.paths}
+        return [node for node in added if tree.notes[node] in followed]
+
+    def finish(self, tree: DraftBuilder) -> Draft:
+        return tree.finish(self.drawn)
+
+
+@dataclass(frozen=True)
+class FixedTree(Control):
+    """draft: EAGLE's heads with a fixed tree of as many nodes: the ranks that were right most often in training."""
+
+    of: Eagle
+
+    @property
+    def traits(self) -> Traits:
+        return self.of.traits
+
+    def bind(self, host: Host) -> FeatureDrafter:
+        made = self.of.bind(host)
+        stored = folder.read(folder.locate(host.model, self.of.kinds, self.of.heads))
+        made.shape = RankShape(tree_of(stored, self.of.depth, self.of.nodes))
+        return made
+
+
 # ---- ranks over text
 def said(lab: Lab) -> list[WrittenText]:
     """What pocket writes greedily after held-out code, without its loops, in float32."""
@@ -72,7 +173,7 @@ def said(lab: Lab) -> list[WrittenText]:
 
 def ranked(target: FrozenTarget, kind: str, texts: Sequence[WrittenText]) -> tuple[list[Ranks], int]:
     """The ranks that pocket's heads of a kind give to the tokens of texts, and how many numbers the heads have."""
-    stored = folder.read(folder.locate(target.model, kind, folder.AUTO))
+    stored = folder.read(folder.locate(target.model, (kind,), folder.AUTO))
     module = LOADS[kind](stored)
     return acceptance.ranks(KINDS[kind], module, target, texts, 0), sum(each.numel() for each in module.parameters())
 
@@ -89,3 +190,20 @@ def second_heads(lab: Lab) -> AttemptOutcome:
         sizes.append(size)
     told = " and ".join(f"{share:.1%} of {size:,} numbers" for share, size in zip(shares, sizes))
     return AttemptOutcome(shares[0] > shares[1] and sizes[0] <= sizes[1], f"{told}, over {len(texts)} texts")
+
+
+# ---- how heads are trained
+def unrolled_and_not(lab: Lab) -> AttemptOutcome:
+    """How often each guess is right where those before it were, of EAGLE-3's heads that learned over their own outputs,
+    and of heads that learned from true features alone, on the same text for as many tokens."""
+    shares = list[tuple[float, ...]]()
+    sizes = (UNROLLED // 40, 64) if lab.scale.quick else (UNROLLED, 320)
+    for unroll in (0, 1):
+        out = lab.shelf.room / f"unroll-{unroll}"
+        job = HeadsJob("eagle3", "pocket", out, sizes[0], rate=2e-3, sequences=sizes[1], unroll=unroll, step=512,
+                       draft_vocab=DRAFT_VOCAB)  # fmt: skip
+        shares.append(train(job, lambda what, total: nullcontext(lambda done: None)).conditional)
+    unrolled, single = shares
+    told = " and ".join(", ".join(f"{share:.1%}" for share in each) for each in shares)
+    flat = min(unrolled[1:]) >= FLAT * unrolled[0]
+    return AttemptOutcome(flat and single[1] < COLLAPSED * single[0], told)

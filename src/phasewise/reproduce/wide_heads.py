@@ -1,37 +1,95 @@
-"""Drafting heads for a widened model: those of the original, padded with zeros."""
+"""Drafting heads for a widened model: those of the original, as wide, which guess the same.
+
+Such a model writes its hidden state several times over and reads it once; behind its final norm zeros take the place of
+the repetitions (model/widen.py). So what heads read of it is padded with zeros, and what enters a norm as a repeated
+state leaves it so.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from phasewise.load import files_of
 from phasewise.model.fingerprint import fingerprint
 from phasewise.model.parse import parse_config
-from phasewise.speculation.heads import folder
+from phasewise.speculation.heads import folder, layouts
 from phasewise.train.heads.kinds import KINDS
+
+FACES_TOKENS = ("lm_head", "d2t", "t2d")  # beginnings of tensors whose first dimension is a vocabulary
+SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+
+
+@dataclass(frozen=True)
+class _BlockWidening:
+    """How the tensors of a feature drafter become wider, by the last part but one of their names.
+
+    `repeated`: what makes the block's residual, and norms of it, where that is repeated; all else is padded with zeros.
+    `padded`: norms of padded rows, whose mean square falls by the factor. `parts`: widths of the model that lie side by
+    side in what a matrix reads, one if it is not named.
+    """
+
+    repeated: tuple[str, ...] = ()
+    padded: tuple[str, ...] = ()
+    parts: Mapping[str, int] | None = None
+
+
+RESIDUAL = ("o_proj", "down_proj", "input_layernorm", "post_attention_layernorm")
+BLOCKS = {
+    "eagle1": _BlockWidening(padded=("post_attention_layernorm",), parts={"fc": 2}),
+    "eagle3": _BlockWidening((*RESIDUAL, "fc", "hidden_norm"), parts={"fc": 3, "q_proj": 2, "k_proj": 2, "v_proj": 2}),
+    "mtp": _BlockWidening((*RESIDUAL, "input_proj", "token_layernorm"), ("hidden_layernorm",), {"input_proj": 2}),
+}
 
 
 def widen_heads(source: Path, target: Path, base: str, factor: int) -> None:
-    """The heads at `source` for a model of `factor` times the width, whose states are padded with zeros: they guess the
-    same. Its embeddings are repeated instead, so what reads them has zeros for the repetitions."""
+    """Write the heads at `source` for the model with fingerprint `base`, `factor` times as wide as theirs."""
     stored = folder.read(source)
-    width = stored.number("hidden_size")
+    kind = layouts.kind_of(stored)
+    config: dict[str, Any] = {**stored.config, folder.OWN: {**stored.own, "base": base}}
+    if kind in BLOCKS:
+        layer = config[layouts.LAYER]
+        config[layouts.LAYER] = {**layer, **{name: layer[name] * factor for name in SIZES}}
+        if "target_hidden_size" in config:
+            config["target_hidden_size"] *= factor
+        tensors = {name: _of_block(name, tensor, BLOCKS[kind], factor) for name, tensor in stored.tensors.items()}
+    else:
+        width = config["hidden_size"]
+        config["hidden_size"] = width * factor
+        tensors = {name: _of_state(tensor, width, factor) for name, tensor in stored.tensors.items()}
+    folder.write(target, config, tensors)
 
-    def wider(tensor: Tensor) -> Tensor:
-        """Every dimension that is made of whole widths, padded part by part."""
-        for dim, size in enumerate(tensor.shape):
-            if size % width == 0:
-                parts = tensor.reshape(*tensor.shape[:dim], size // width, width, *tensor.shape[dim + 1 :])
-                padded = parts.new_zeros(*parts.shape[: dim + 1], factor * width, *parts.shape[dim + 2 :])
-                padded.narrow(dim + 1, 0, width).copy_(parts)
-                tensor = padded.flatten(dim, dim + 1)
+
+def _of_state(tensor: Tensor, width: int, factor: int) -> Tensor:
+    """A tensor of heads on the last state: every dimension that is made of whole widths, padded part by part."""
+    for dim, size in enumerate(tensor.shape):
+        if size % width == 0:
+            tensor = _padded(tensor, dim, size // width, factor)
+    return tensor
+
+
+def _of_block(name: str, tensor: Tensor, how: _BlockWidening, factor: int) -> Tensor:
+    own = name.split(".")[-2] if "." in name else name
+    if tensor.ndim == 2:
+        tensor = _padded(tensor, 1, (how.parts or {}).get(own, 1), factor)
+    if own in FACES_TOKENS:
         return tensor
+    if own in how.repeated:
+        return tensor.repeat(factor, *(1,) * (tensor.ndim - 1))
+    return _padded(tensor * factor**-0.5 if own in how.padded else tensor, 0, 1, factor)
 
-    own = {**stored.own, "base": base}
-    config = {**stored.config, "hidden_size": width * factor, folder.OWN: own}
-    folder.write(target, config, {name: wider(tensor) for name, tensor in stored.tensors.items()})
+
+def _padded(tensor: Tensor, dim: int, parts: int, factor: int) -> Tensor:
+    """A dimension of several parts, each followed by zeros."""
+    width = tensor.shape[dim] // parts
+    split = tensor.reshape(*tensor.shape[:dim], parts, width, *tensor.shape[dim + 1 :])
+    wide = split.new_zeros(*split.shape[: dim + 1], factor * width, *split.shape[dim + 2 :])
+    wide.narrow(dim + 1, 0, width).copy_(split)
+    return wide.flatten(dim, dim + 1)
 
 
 def widen_all(model: Path, factor: int) -> None:

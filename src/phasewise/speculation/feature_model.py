@@ -14,8 +14,6 @@ from phasewise.ops.native.stack import Stack
 from phasewise.speculation.heads.block import FeatureHeads, packed
 from phasewise.step.phase import Hidden
 
-UNLIKELY = -1e4  # the logit of tokens outside a draft vocabulary; finite, as constraints may leave no others
-
 
 class FeatureModel(Model):
     """Loaded heads beside their target, which lends them its embeddings, its output head or both.
@@ -32,7 +30,6 @@ class FeatureModel(Model):
         self.heads.requires_grad_(False)
         self.stack: Stack | None = None
         self._ropes = RopeTables(self.config.ropes, self.config.max_positions, self.dtype, self.device)
-        self._ids = None if heads.d2t is None else heads.draft_ids()  # int64 [draft vocabulary], target ids
         # the layers whose output is tapped; the last one's is at hand without
         self.layers_tapped = {i - 1 for i in heads.taps} - {target.config.layers - 1}
 
@@ -69,11 +66,9 @@ class FeatureModel(Model):
 
     def head(self, x: Tensor) -> Tensor:
         """[R, d] -> logits [R, V] float32, over the target's vocabulary."""
-        if self.heads.lm_head is None:
-            logits, cap = self.target.unembed(self.heads.final(x)).float(), self.target.config.logit_softcap
-            return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
-        own: Tensor = self.heads.lm_head(self.heads.final(x)).float()
-        if self._ids is None:
-            return own
-        logits = own.new_full((len(x), self.target.config.vocab), UNLIKELY)
-        return logits.index_copy_(1, self._ids, own)
+        return self.heads.logits(x, self._by_target)
+
+    def _by_target(self, x: Tensor) -> Tensor:
+        """The target's own logits [R, V] of its states after the final norm."""
+        logits, cap = self.target.unembed(x).float(), self.target.config.logit_softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)

@@ -11,7 +11,7 @@ import io
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -115,17 +115,23 @@ class TrainingRun(Generic[Trained]):
 
     def read(self, path: Path) -> None:
         """Stand where a checkpoint stood. Raises UserError if that run had other settings."""
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        before = state.get("settings", {})
-        for name in sorted(before.keys() | self.settings.keys()):
-            was, now = before.get(name), self.settings.get(name)
-            if was != now:
-                raise UserError(f"{path}: that run had {name}={was!r}, this one has {now!r}: resume it as it was, or "
-                                "start anew elsewhere")  # fmt: skip
+        state = same_settings(path, self.settings)
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.step, self.tokens = state["step"], state["tokens"]
+
+
+def same_settings(path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint holds. Raises UserError if that run had other settings."""
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    before = state.get("settings", {})
+    for name in sorted(before.keys() | settings.keys()):
+        was, now = before.get(name), settings.get(name)
+        if was != now:
+            raise UserError(f"{path}: that run had {name}={was!r}, this one has {now!r}: resume it as it was, or "
+                            "start anew elsewhere")  # fmt: skip
+    return state
 
 
 def start(model: DenseDecoder, recipe: TrainingRecipe) -> TrainingRun[DenseDecoder]:

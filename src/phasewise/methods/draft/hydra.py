@@ -6,17 +6,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from phasewise.errors import UserError
-from phasewise.speculation.heads.folder import AUTO
+from phasewise.methods.draft._rank_tree import RankTree
 from phasewise.speculation.heads.hydra import HydraHeads
-from phasewise.speculation.heads.last_state import MOST, LastStateDrafter, bound
-from phasewise.verbs.host import Host
-from phasewise.verbs.method import Method
-from phasewise.verbs.traits import Traits
+from phasewise.speculation.heads.last_state import LastStateHeads
 
 
 @dataclass(frozen=True)
-class Hydra(Method):
+class Hydra(RankTree):
     """A fixed tree of at most `nodes` guesses, level by level: each head reads the model's last state and the
     embeddings of the path to its guess, so later guesses fit the earlier ones.
 
@@ -27,21 +23,5 @@ class Hydra(Method):
     layer of Hydra++.
     """
 
-    heads: str = AUTO
-    nodes: int = 15
-
     paper: ClassVar[str] = "arXiv 2402.05109"
-    guarantee: ClassVar[str] = "exact"
-    needs: ClassVar[str] = "trained"
-    neutral: ClassVar[dict[str, object]] = {}
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.nodes <= MOST:
-            raise UserError(f"hydra: nodes={self.nodes} must be from 1 to {MOST}")
-
-    @property
-    def traits(self) -> Traits:
-        return Traits("draft", drawn=False, max_nodes=self.nodes)
-
-    def bind(self, host: Host) -> LastStateDrafter:
-        return bound(host, HydraHeads, self.heads, self.nodes)
+    kind: ClassVar[type[LastStateHeads]] = HydraHeads

@@ -6,17 +6,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from phasewise.errors import UserError
-from phasewise.speculation.heads.folder import AUTO
-from phasewise.speculation.heads.last_state import MOST, LastStateDrafter, bound
+from phasewise.methods.draft._rank_tree import RankTree
+from phasewise.speculation.heads.last_state import LastStateHeads
 from phasewise.speculation.heads.medusa import MedusaHeads
-from phasewise.verbs.host import Host
-from phasewise.verbs.method import Method
-from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class Medusa(Method):
+class Medusa(RankTree):
     """A fixed tree of at most `nodes` guesses, made of the pass that judged the ones before: drafting costs a product
     with the output matrix and no pass.
 
@@ -27,21 +23,5 @@ class Medusa(Method):
     heads over a truncated vocabulary.
     """
 
-    heads: str = AUTO
-    nodes: int = 15
-
     paper: ClassVar[str] = "arXiv 2401.10774"
-    guarantee: ClassVar[str] = "exact"
-    needs: ClassVar[str] = "trained"
-    neutral: ClassVar[dict[str, object]] = {}
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.nodes <= MOST:
-            raise UserError(f"medusa: nodes={self.nodes} must be from 1 to {MOST}")
-
-    @property
-    def traits(self) -> Traits:
-        return Traits("draft", drawn=False, max_nodes=self.nodes)
-
-    def bind(self, host: Host) -> LastStateDrafter:
-        return bound(host, MedusaHeads, self.heads, self.nodes)
+    kind: ClassVar[type[LastStateHeads]] = MedusaHeads

@@ -5,19 +5,20 @@ from __future__ import annotations
 from phasewise.methods.decode.speculative import Speculative
 from phasewise.methods.draft.hydra import Hydra
 from phasewise.methods.verify.match import Match
-from phasewise.reproduce import loads
-from phasewise.reproduce.drafting_heads import OthersPath, second_heads
-from phasewise.reproduce.play import PlayedRun
-from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Saving, Setting, System, Timing
+from phasewise.reproduce.drafting_heads import (
+    FREE,
+    LOAD,
+    NODES,
+    PASSES,
+    TIMINGS,
+    OthersPath,
+    passes,
+    second_heads,
+    verified,
+)  # fmt: skip
+from phasewise.reproduce.system import Attempt, Paper, Saving, Setting, System
 
-NODES = 15
 MEDUSA = Setting({"draft": f"medusa:nodes={NODES}"}, most=1)
-
-
-def passes(case: Case, run: PlayedRun) -> float:
-    """Per token."""
-    return run.work.forwards / run.work.emitted
-
 
 SYSTEM = System(
     title="Hydra",
@@ -32,17 +33,10 @@ SYSTEM = System(
     control_is="the same heads reading random tokens in place of those guessed before",
     line="draft heads that know the guesses before theirs: 1.31 times Medusa's throughput",
     promises=("cost", "time"),
-    load=loads.answering("json", "arithmetic", "list", "copy", n=16),
+    load=LOAD,
     exact=True,
     missing=("the prefix layer of Hydra++",),
-    counters=(
-        Counter("passes of the model", "one per prompt, and tokens - first tokens - accepted guesses",
-                lambda case: case.work.forwards, lambda case: case.work.emitted - case.work.accepted),
-        Counter("guesses verified", f"{NODES} a pass after the prompts'", lambda case: case.work.drafted,
-                lambda case: NODES * (case.work.forwards - len(case.entries)), bound="at most"),
-        Counter("passes that make the guesses", "none: heads read what the verdict leaves",
-                lambda case: case.work.draft_forwards, lambda case: 0),
-    ),
+    counters=(PASSES, verified(NODES), FREE),
     savings=(
         Saving("passes per token", passes, "baseline", 1.02),
         Saving("passes per token, against plain decoding", passes, "baseline", 1.5,
@@ -53,10 +47,7 @@ SYSTEM = System(
         Attempt("mechanism", "second guesses that are right where the first was, Hydra and Medusa after equal training",
                 "more often than Medusa's, with no more numbers to learn", second_heads),
     ),
-    timings=(
-        Timing("time per token", seconds=loads.pace, price=True),
-        Timing("time per token, the model padded to sixteen times the weights", 1.0, loads.pace, model="pocket-wide"),
-    ),
+    timings=TIMINGS,
     note="Both have four heads that share the model's output matrix. The maps of Hydra's are of a rank at which it has "
     "no more numbers than Medusa; both learn the model's own distributions, on the same text, for as many steps.",
 )  # fmt: skip

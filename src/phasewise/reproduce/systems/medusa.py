@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from phasewise.reproduce import loads, sampled
-from phasewise.reproduce.play import PlayedRun
-from phasewise.reproduce.system import Case, Counter, Paper, Saving, Setting, System, Timing
-
-NODES = 15
+from phasewise.reproduce import sampled
+from phasewise.reproduce.drafting_heads import FREE, LOAD, NODES, PASSES, TIMINGS, passes, verified
+from phasewise.reproduce.system import Paper, Saving, Setting, System
 
 
 def drafting(heads: str = "auto", nodes: int = NODES, **verbs: str) -> Setting:
     return Setting({"draft": f"medusa:heads={heads},nodes={nodes}", **verbs}, most=1)
-
-
-def passes(case: Case, run: PlayedRun) -> float:
-    """Per token."""
-    return run.work.forwards / run.work.emitted
 
 
 SYSTEM = System(
@@ -31,17 +24,10 @@ SYSTEM = System(
     control_is="heads of the same shape with random weights, as many guesses",
     line="heads on the last state guess several tokens in no pass: over 2.2 times as fast",
     promises=("cost", "time"),
-    load=loads.answering("json", "arithmetic", "list", "copy", n=16),
+    load=LOAD,
     rivals={"as many guesses without training": Setting({"draft": f"token_recycling:nodes={NODES}"}, most=1)},
     exact=True,
-    counters=(
-        Counter("passes of the model", "one per prompt, and tokens - first tokens - accepted guesses",
-                lambda case: case.work.forwards, lambda case: case.work.emitted - case.work.accepted),
-        Counter("guesses verified", f"{NODES} a pass after the prompts'", lambda case: case.work.drafted,
-                lambda case: NODES * (case.work.forwards - len(case.entries)), bound="at most"),
-        Counter("passes that make the guesses", "none: heads read what the verdict leaves",
-                lambda case: case.work.draft_forwards, lambda case: 0),
-    ),
+    counters=(PASSES, verified(NODES), FREE),
     savings=(
         Saving("passes per token", passes, "baseline", 1.5),
         Saving("passes per token", passes, "rivals", 1.0),
@@ -50,10 +36,7 @@ SYSTEM = System(
                1.02, load=sampled.writing(0.7),
                settings={"method": drafting(verify="typical"), "baseline": drafting(verify="match")}),
     ),
-    timings=(
-        Timing("time per token", seconds=loads.pace, price=True),
-        Timing("time per token, the model padded to sixteen times the weights", 1.0, loads.pace, model="pocket-wide"),
-    ),
+    timings=TIMINGS,
     note="Four heads that share the model's output matrix, and a tree of 15 guesses: rows cost time on a CPU. "
     "Medusa-2, which tunes the model as well, is not here.",
 )  # fmt: skip

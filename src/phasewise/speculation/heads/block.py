@@ -16,6 +16,7 @@ from phasewise.model.mlp import ACTIVATION
 from phasewise.model.norm import rms_norm
 from phasewise.ops.linear import Linear
 
+UNLIKELY = -1e4  # the logit of tokens outside a draft vocabulary; finite, as constraints may leave no others
 AttendRows = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Queries [..., Hq, D], keys and values [..., H, D] of rows, not rotated yet -> what the rows read, [..., Hq, D]."""
 
@@ -125,6 +126,16 @@ class FeatureHeads(nn.Module):
     def final(self, output: Tensor) -> Tensor:
         """The input [..., d] of the output head."""
         return output
+
+    def logits(self, output: Tensor, unembed: Callable[[Tensor], Tensor]) -> Tensor:
+        """Outputs [n, d] of the block -> logits [n, V] float32, over the target's vocabulary. `unembed`: the target's
+        own head."""
+        if self.lm_head is None:
+            return unembed(self.final(output)).float()
+        own: Tensor = self.lm_head(self.final(output)).float()
+        if self.d2t is None:
+            return own
+        return own.new_full((len(own), self.config.vocab), UNLIKELY).index_copy(1, self.draft_ids(), own)
 
     def draft_ids(self) -> Tensor:
         """Target ids of the draft vocabulary, int64."""

@@ -112,7 +112,8 @@ class Eagle3(FeatureHeads):
         return cast(Eagle3Block, self.layers[0])
 
     def forward(self, embedded: Tensor, feature: Tensor, attend: AttendRows) -> Tensor:
-        return self.block(embedded, feature, attend)
+        out: Tensor = self.block(embedded, feature, attend)
+        return out
 
     def passed_on(self, output: Tensor) -> Tensor:
         return self.norm(output) if self.options.norm_output else output

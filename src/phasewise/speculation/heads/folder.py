@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -64,21 +64,22 @@ def train_command(kind: str, model: str) -> str:
     return f"phasewise train heads {kind} --for {model} --out runs/{kind}"
 
 
-def locate(model: Model, kind: str, heads: str) -> Path:
-    """The folder of the heads of a kind. `heads`: a folder, or `auto` (phasewise/heads/KIND beside the model, else what
-    the package ships for it). Raises UserError, or Untrained where `auto` finds none."""
+def locate(model: Model, kinds: Sequence[str], heads: str) -> Path:
+    """The folder of heads. `heads`: a folder, or `auto`: of the first of these kinds that lies beside the model
+    (phasewise/heads/KIND), or that the package ships for it. Raises Untrained where `auto` finds none."""
     if heads != AUTO:
         return Path(heads).expanduser()
-    beside = model.files.folder / FOLDER / "heads" / kind
-    if beside.is_dir():
-        return beside
-    base = fingerprint(model)
-    for path in _shipped(kind):
-        if read_config(path).get(OWN, {}).get("base") == base:
-            return path
-    raise Untrained(f"{kind} needs heads trained for the model in {model.files.path}; there are none at {beside} and "
-                    f"none are shipped for it. Train them: {train_command(kind, str(model.files.path))}; or name a "
-                    "folder: heads=DIR")  # fmt: skip
+    base, beside = fingerprint(model), model.files.folder / FOLDER / "heads"
+    for kind in kinds:
+        if (beside / kind).is_dir():
+            return beside / kind
+        for path in _shipped(kind):
+            if read_config(path).get(OWN, {}).get("base") == base:
+                return path
+    first = kinds[0]
+    raise Untrained(f"{first} needs heads trained for the model in {model.files.path}; there are none at "
+                    f"{beside / first} and none are shipped for it. Train them: "
+                    f"{train_command(first, str(model.files.path))}; or name a folder: heads=DIR")  # fmt: skip
 
 
 def _shipped(kind: str) -> list[Path]:
@@ -143,9 +144,13 @@ def check(stored: StoredHeads, model: Model, kind: str) -> None:
 def write(
     folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None
 ) -> None:
-    """Write a folder of heads, file by file in the place of what is there. `dtype`: what is stored; None: as given."""
+    """Write a folder of heads, file by file in the place of what is there. `dtype`: of floating tensors; None: as
+    given."""
     folder.mkdir(parents=True, exist_ok=True)
-    stored = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors.items()}
+    stored = {
+        name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None).contiguous()
+        for name, tensor in tensors.items()
+    }
     fresh = folder / f"{WEIGHTS}.new"
     save_file(stored, fresh, metadata={"format": "pt"})
     fresh.chmod(0o644)  # as other files of a model, which whoever runs it may read

@@ -11,25 +11,19 @@ from torch.nn import functional as F
 
 from phasewise.errors import UserError
 from phasewise.speculation.heads.folder import StoredHeads
-from phasewise.speculation.heads.last_state import LastStateHeads, filled
+from phasewise.speculation.heads.last_state import HeadsShape, LastStateHeads
 from phasewise.speculation.heads.medusa import ResidualBlocks
 
 
 @dataclass(frozen=True)
-class HydraShape:
-    """The sizes of a set of heads: width `hidden`, `heads` of them, of `layers` blocks each, the first one wide.
+class HydraShape(HeadsShape):
+    """Sizes; `layers`: blocks of a head, of which the first is wide; `head_bias`: output matrices have one.
 
     `rank` 0: the maps of the wide block are full matrices, as the paper has them. Otherwise each is a product of two of
-    that rank, and h itself is added, for a full residual map would carry it. `own_head`, `head_bias`: output matrices
-    [vocab, hidden] of their own, with or without a bias.
+    that rank, and h itself is added, for a full residual map would carry it.
     """
 
-    hidden: int
-    vocab: int
-    heads: int = 4
-    layers: int = 1
     rank: int = 0
-    own_head: bool = False
     head_bias: bool = False
 
 
@@ -71,15 +65,15 @@ class HydraHeads(LastStateHeads):
     """Head i reads h and i + 1 embeddings, one beside the other: a wide block, residual blocks, an output matrix."""
 
     kind: ClassVar[str] = "hydra"
+    architecture: ClassVar[str] = "HydraModel"
     reads_path: ClassVar[bool] = True
 
     def __init__(self, shape: HydraShape) -> None:
-        super().__init__()
-        self.shape, self.depth = shape, shape.heads
+        super().__init__(shape)
+        self.rank, self.head_bias = shape.rank, shape.head_bias
         self.wide = nn.ModuleList(WideBlock(shape.hidden, head + 2, shape.rank) for head in range(shape.heads))
         self.blocks = nn.ModuleList(ResidualBlocks(shape.hidden, shape.layers - 1, True) for _ in range(shape.heads))
-        outputs = (nn.Linear(shape.hidden, shape.vocab, bias=shape.head_bias) for _ in range(shape.heads))
-        self.lm_heads = nn.ModuleList(outputs) if shape.own_head else None
+        self.lm_heads = self.output_matrices(shape.head_bias)
 
     def state(self, head: int, h: Tensor, path: Tensor | None) -> Tensor:
         assert path is not None
@@ -88,35 +82,14 @@ class HydraHeads(LastStateHeads):
         return state
 
     def config(self) -> dict[str, Any]:
-        shape = self.shape
-        return {
-            "architectures": ["HydraModel"],
-            "model_type": "hydra",
-            "speculators_model_type": "hydra",
-            "hidden_size": shape.hidden,
-            "vocab_size": shape.vocab,
-            "num_heads": shape.heads,
-            "num_hidden_layers": shape.layers,
-            "rank": shape.rank,
-            "original_lm_head": not shape.own_head,
-            "lm_head_bias": shape.head_bias,
-        }
+        return super().config() | {"rank": self.rank, "lm_head_bias": self.head_bias}
 
     @classmethod
-    def of(cls, stored: StoredHeads) -> HydraHeads:
-        number = stored.number
-        shape = HydraShape(number("hidden_size"), number("vocab_size"), number("num_heads"),
-                           number("num_hidden_layers", 1), number("rank", 0),
-                           not stored.config.get("original_lm_head", False),
-                           bool(stored.config.get("lm_head_bias", False)))  # fmt: skip
-        if not shape.heads or not shape.layers:
-            raise UserError(f"{stored.path}: num_heads={shape.heads} and num_hidden_layers={shape.layers} must be at "
-                            "least 1")  # fmt: skip
-        with torch.device("meta"):
-            made = cls(shape)
-        made = made.to_empty(device="cpu")
-        filled(made, stored)
-        return made
+    def described(cls, stored: StoredHeads, common: HeadsShape) -> HydraHeads:
+        if not common.layers:
+            raise UserError(f"{stored.path}: num_hidden_layers=0 must be at least 1")
+        bias = bool(stored.config.get("lm_head_bias", False))
+        return cls(HydraShape(**vars(common), rank=stored.number("rank", 0), head_bias=bias))
 
     @classmethod
     def untrained(cls, hidden: int, vocab: int) -> HydraHeads:

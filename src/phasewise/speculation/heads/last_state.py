@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -32,13 +32,37 @@ RANKS = 10  # guesses of a head that a tree may hold
 UNMEASURED = tuple(0.5 * 0.5**rank for rank in range(RANKS))
 
 
+@dataclass(frozen=True)
+class HeadsShape:
+    """The sizes of a set of heads: width `hidden`, `heads` of them, of `layers` blocks each.
+
+    `own_head`: each has an output matrix [vocab, hidden] of its own; otherwise all read out through the model's.
+    """
+
+    hidden: int
+    vocab: int
+    heads: int = 4
+    layers: int = 1
+    own_head: bool = False
+
+
 class LastStateHeads(nn.Module, ABC):
     """The heads of one kind, float32. `lm_heads`: an output matrix for each; None: all share the model's own."""
 
     kind: ClassVar[str]
+    architecture: ClassVar[str]  # as configurations name it
     reads_path: ClassVar[bool]  # whether a head reads the tokens guessed before its own
-    depth: int  # number of heads
     lm_heads: nn.ModuleList | None
+
+    def __init__(self, shape: HeadsShape) -> None:
+        super().__init__()
+        self.shape, self.depth = shape, shape.heads  # depth: the number of heads
+
+    def output_matrices(self, bias: bool = False) -> nn.ModuleList | None:
+        """`lm_heads` by the heads' shape."""
+        shape = self.shape
+        each = (nn.Linear(shape.hidden, shape.vocab, bias=bias) for _ in range(shape.heads))
+        return nn.ModuleList(each) if shape.own_head else None
 
     @abstractmethod
     def state(self, head: int, h: Tensor, path: Tensor | None) -> Tensor:
@@ -52,18 +76,43 @@ class LastStateHeads(nn.Module, ABC):
         """[n, d] -> float32 [n, V]. `unembed`: the product with the model's own output matrix."""
         return unembed(state) if self.lm_heads is None else self.lm_heads[head](state)
 
-    @abstractmethod
     def config(self) -> dict[str, Any]:
-        """The configuration that describes the module, as it is stored."""
+        """The configuration that describes the module, as it is stored. Kinds add their own."""
+        shape = self.shape
+        return {
+            "architectures": [self.architecture],
+            "model_type": self.kind,
+            "speculators_model_type": self.kind,
+            "hidden_size": shape.hidden,
+            "vocab_size": shape.vocab,
+            "num_heads": shape.heads,
+            "num_hidden_layers": shape.layers,
+            "original_lm_head": not shape.own_head,
+        }
 
     @classmethod
     @abstractmethod
-    def of(cls, stored: StoredHeads) -> LastStateHeads:
+    def described(cls, stored: StoredHeads, common: HeadsShape) -> Self:
+        """Heads without values, as a configuration describes them; `common` is what it says of any kind. Raises
+        UserError for what is not supported."""
+
+    @classmethod
+    def of(cls, stored: StoredHeads) -> Self:
         """The heads of a folder. Raises UserError for what the configuration asks and the tensors do not hold."""
+        number, own = stored.number, not stored.config.get("original_lm_head", False)
+        sizes = (number("hidden_size"), number("vocab_size"), number("num_heads"), number("num_hidden_layers", 1))
+        common = HeadsShape(*sizes, own)
+        if not common.heads:
+            raise UserError(f"{stored.path}: num_heads=0: there must be at least one head")
+        with torch.device("meta"):
+            made = cls.described(stored, common)
+        made = made.to_empty(device="cpu")
+        filled(made, stored)
+        return made
 
     @classmethod
     @abstractmethod
-    def untrained(cls, hidden: int, vocab: int) -> LastStateHeads:
+    def untrained(cls, hidden: int, vocab: int) -> Self:
         """Heads of the usual shape for a model of this width and vocabulary, which say again what the model says."""
 
 
@@ -233,7 +282,7 @@ def bound(host: Host, kind: type[LastStateHeads], heads: str, nodes: int) -> Las
         made = kind.untrained(model.config.hidden, model.config.vocab)
         random_weights(made, seed)
         return LastStateDrafter(host, made, rank_tree([UNMEASURED] * made.depth, nodes))
-    stored = read(locate(model, kind.kind, heads))
+    stored = read(locate(model, (kind.kind,), heads))
     check(stored, model, kind.kind)
     made = kind.of(stored)
     return LastStateDrafter(host, made, tree_of(stored, made.depth, nodes))

@@ -11,13 +11,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from phasewise.errors import Untrained, UserError, near
+from phasewise.errors import UserError, near
 from phasewise.model.artefacts import fingerprint
 from phasewise.model.config import ModelConfig
 from phasewise.model.model import Model
@@ -81,24 +80,13 @@ def feature_heads(model: Model, kinds: Sequence[str], heads: str) -> tuple[Featu
     seed = seed_of(heads)
     if seed is not None:
         return random_heads(kinds[0], model, seed), f"{kinds[0]} {heads}"
-    stored = read(_found(model, kinds, heads))
+    stored = read(locate(model, kinds, heads))
     kind = kind_of(stored)
     if kind not in kinds:
         raise UserError(
             f"{stored.path} holds heads of kind {kind}: choose --draft {DRAFTERS[kind]}:heads={stored.path}"
         )
     return load(stored, model, kind), f"{kind} {_digest(stored)}"
-
-
-def _found(model: Model, kinds: Sequence[str], heads: str) -> Path:
-    missing: Untrained | None = None
-    for kind in kinds:
-        try:
-            return locate(model, kind, heads)
-        except Untrained as error:
-            missing = missing or error
-    assert missing is not None
-    raise missing
 
 
 def load(stored: StoredHeads, model: Model, kind: str) -> FeatureHeads:
@@ -295,9 +283,9 @@ def random_heads(kind: str, model: Model, seed: int) -> FeatureHeads:
     return made
 
 
-def untrained(kind: str, model: Model, *, narrow: bool = False) -> FeatureHeads:
-    """Heads of the usual shape for a model: a plain Llama's block of its widths, the whole vocabulary. `narrow`: with
-    one key head and an MLP that is no wider than the model."""
+def untrained(kind: str, model: Model, *, narrow: bool = False, draft_vocab: int = 0) -> FeatureHeads:
+    """Heads of the usual shape for a model: a plain Llama's block of its widths. `narrow`: with one key head and an MLP
+    that is no wider than the model. `draft_vocab`: tokens that an EAGLE-3 head knows; 0: all."""
     its = model.config
     config = replace(
         its, family="llama", layers=1, attention=(replace(its.attention[0], window=None, softcap=None),), moe=(None,),
@@ -310,7 +298,7 @@ def untrained(kind: str, model: Model, *, narrow: bool = False) -> FeatureHeads:
         return Eagle1(config)
     if kind == "mtp":
         return MTP(config)
-    return Eagle3(config, Eagle3Options(usual_taps(its.layers), its.hidden, its.vocab))
+    return Eagle3(config, Eagle3Options(usual_taps(its.layers), its.hidden, draft_vocab or its.vocab))
 
 
 # ---- writing

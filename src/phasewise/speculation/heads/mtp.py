@@ -72,10 +72,12 @@ class MTP(FeatureHeads):
         return cast(MTPBlock, self.mtp_layers[0])
 
     def forward(self, embedded: Tensor, feature: Tensor, attend: AttendRows) -> Tensor:
-        return self.block(embedded, feature, attend)
+        out: Tensor = self.block(embedded, feature, attend)
+        return out
 
     def passed_on(self, output: Tensor) -> Tensor:
         return self.final(output)
 
     def final(self, output: Tensor) -> Tensor:
-        return self.block.final_layernorm(output)
+        normed: Tensor = self.block.final_layernorm(output)
+        return normed

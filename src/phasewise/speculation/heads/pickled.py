@@ -122,7 +122,7 @@ def _medusa(path: Path, tensors: Mapping[str, Tensor], vocab: int | None) -> tup
             output = value
     width = next(value.shape[-1] for name, value in named.items() if name.endswith("weight"))
     bias = any(name.endswith("bias") for name in named)
-    shape = MedusaShape(width, _vocab(path, output, vocab), heads, blocks, bias, output is not None)
+    shape = MedusaShape(width, _vocab(path, output, vocab), heads, blocks, output is not None, bias)
     return _empty(lambda: MedusaHeads(shape)), named
 
 
@@ -136,8 +136,8 @@ def _hydra(path: Path, tensors: Mapping[str, Tensor], vocab: int | None) -> tupl
         raise UserError(f"{path}: no head has its first block: the file is not whole")
     width = len(named[wide[0]])
     layers = 1 + sum(name.startswith("blocks.0.") and name.endswith("weight") for name in named)
-    shape = HydraShape(width, _vocab(path, next(iter(outputs.values()), None), vocab), len(wide), layers, 0,
-                       bool(outputs), any(name.endswith("bias") for name in outputs))  # fmt: skip
+    shape = HydraShape(width, _vocab(path, next(iter(outputs.values()), None), vocab), len(wide), layers, bool(outputs),
+                       head_bias=any(name.endswith("bias") for name in outputs))  # fmt: skip
     return _empty(lambda: HydraHeads(shape)), named
 
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from phasewise.model.rope import RopeTables
 from phasewise.speculation.heads.block import FeatureHeads
 from phasewise.speculation.heads.eagle import Eagle3
-from phasewise.speculation.heads.layouts import settings_of, untrained
+from phasewise.speculation.heads.layouts import settings_of, tensors_of, untrained
 from phasewise.speculation.heads.mtp import MTP
 from phasewise.train.heads.target import FrozenTarget, SeenBlock
 
@@ -34,14 +34,23 @@ class FeatureKind:
 
     kind: str
 
+    @property
+    def own_output(self) -> bool:
+        return self.kind == "eagle3"
+
     def taps(self, module: FeatureHeads) -> tuple[int, ...]:
         return tuple(i - 1 for i in module.taps)
 
-    def build(self, target: FrozenTarget, depth: int) -> FeatureHeads:
-        made = untrained(self.kind, target.model, narrow=True)
+    def build(self, target: FrozenTarget, depth: int, vocabulary: Tensor | None = None) -> FeatureHeads:
+        made = untrained(self.kind, target.model, narrow=True, draft_vocab=0 if vocabulary is None else len(vocabulary))
         made.steps = depth
+        if made.d2t is not None and vocabulary is not None:
+            made.d2t.copy_(vocabulary - torch.arange(len(vocabulary)))
         begin(made, target)
         return made.to(target.output.device)
+
+    def vocabulary(self, module: FeatureHeads) -> Tensor | None:
+        return None if module.d2t is None else module.draft_ids()
 
     def guesses(self, module: FeatureHeads, target: FrozenTarget, seen: SeenBlock) -> Iterator[Tensor]:
         """Logits of each step in turn, [n, V], where it is learned."""
@@ -51,12 +60,14 @@ class FeatureKind:
         for step in range(module.steps):
             later = F.pad(ids[:, 1 + step :], (0, 1 + step))  # what is said behind the end is never learned
             output = module(target.embed(later), feature, unrolled.attend)
-            read = module.final(output[:, : ids.shape[1] - 1 - step][seen.wanted(step)])
-            yield target.unembed(read) if module.lm_head is None else module.lm_head(read)
+            yield module.logits(output[:, : ids.shape[1] - 1 - step][seen.wanted(step)], target.unembed)
             feature = module.passed_on(output)
 
     def config(self, module: FeatureHeads, target: FrozenTarget) -> dict[str, Any]:
         return settings_of(module, target.model, module.steps)
+
+    def tensors(self, module: FeatureHeads) -> dict[str, Tensor]:
+        return tensors_of(module)
 
 
 @torch.no_grad()
@@ -73,7 +84,8 @@ def begin(heads: FeatureHeads, target: FrozenTarget) -> None:
         return
     heads.get_parameter("fc.weight").normal_(std=0.005)[:, -target.hidden :] += BEGIN * feature
     if isinstance(heads, Eagle3):
-        heads.get_parameter("lm_head.weight").copy_(target.output)
+        known = target.output if heads.d2t is None else target.output[heads.draft_ids()]
+        heads.get_parameter("lm_head.weight").copy_(known)
         heads.norm.weight.copy_(BEGIN * target.model.norm.weight)
     else:
         heads.get_parameter("fc.bias").zero_()

@@ -16,20 +16,37 @@ from phasewise.train.heads.target import FrozenTarget, SeenBlock
 class HeadsKind(Protocol):
     """One kind. Its torch module is the one that the drafter serves with."""
 
+    @property
+    def own_output(self) -> bool:
+        """Whether heads have an output matrix of their own, which may know fewer tokens than the model's."""
+        ...
+
     def taps(self, module: Any) -> tuple[int, ...]:
         """Layers after which a module reads rows, beside the last state."""
         ...
 
-    def build(self, target: FrozenTarget, depth: int) -> nn.Module:
-        """A fresh module of so many heads, or steps of one head, in float32. Seeded by torch."""
+    def build(self, target: FrozenTarget, depth: int, vocabulary: Tensor | None = None) -> nn.Module:
+        """A fresh module of so many heads, or steps of one head, in float32. Seeded by torch.
+
+        `vocabulary`: ids of the tokens that an output matrix of its own knows, ascending; None: all of the model's.
+        """
+        ...
+
+    def vocabulary(self, module: Any) -> Tensor | None:
+        """The ids of the tokens among which a module guesses; None: all of the model's."""
         ...
 
     def guesses(self, module: Any, target: FrozenTarget, seen: SeenBlock) -> Iterator[Tensor]:
-        """Logits of each depth in turn, [n, V], where that depth is learned (`SeenBlock.wanted`)."""
+        """Logits of each depth in turn, [n, V], where that depth is learned (`SeenBlock.wanted`). Those of tokens that
+        it cannot guess are finite and very low."""
         ...
 
     def config(self, module: Any, target: FrozenTarget) -> dict[str, Any]:
         """The configuration that is stored with the module's tensors."""
+        ...
+
+    def tensors(self, module: Any) -> dict[str, Tensor]:
+        """The tensors that are stored."""
         ...
 
 

@@ -18,8 +18,13 @@ class LastStateKind:
     """What both share: each head is learned at all positions at once, behind the right tokens. That is exact, for a
     later guess matters only where the earlier ones were right."""
 
+    own_output = False
+
     def taps(self, module: LastStateHeads) -> tuple[int, ...]:
         return ()
+
+    def vocabulary(self, module: LastStateHeads) -> Tensor | None:
+        return None
 
     def guesses(self, module: LastStateHeads, target: FrozenTarget, seen: SeenBlock) -> Iterator[Tensor]:
         """Logits of each head in turn, float32 [n, V], where it is learned."""
@@ -30,12 +35,15 @@ class LastStateKind:
     def config(self, module: LastStateHeads, target: FrozenTarget) -> dict[str, Any]:
         return module.config()
 
+    def tensors(self, module: LastStateHeads) -> dict[str, Tensor]:
+        return module.state_dict()
+
 
 @dataclass(frozen=True)
 class MedusaKind(LastStateKind):
     """Heads of one residual block each, d^2 + d numbers a head."""
 
-    def build(self, target: FrozenTarget, depth: int) -> MedusaHeads:
+    def build(self, target: FrozenTarget, depth: int, vocabulary: Tensor | None = None) -> MedusaHeads:
         return MedusaHeads(MedusaShape(target.hidden, target.vocab, depth))
 
 
@@ -44,7 +52,7 @@ class HydraKind(LastStateKind):
     """Heads of one wide block each. Its two maps are of a low `rank`, so that four heads have about as many numbers as
     four of Medusa's, where full ones would have seven times as many."""
 
-    def build(self, target: FrozenTarget, depth: int) -> HydraHeads:
+    def build(self, target: FrozenTarget, depth: int, vocabulary: Tensor | None = None) -> HydraHeads:
         return HydraHeads(HydraShape(target.hidden, target.vocab, depth, rank=self.rank(target.hidden, depth)))
 
     def rank(self, hidden: int, depth: int) -> int:

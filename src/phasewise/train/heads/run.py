@@ -7,6 +7,7 @@ cross-entropy); depth i counts 0.8^i as much as the first.
 from __future__ import annotations
 
 import errno
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from torch.optim import AdamW
 
 from phasewise.errors import UserError
 from phasewise.speculation.heads import folder
+from phasewise.speculation.heads.last_state import RANKS
 from phasewise.train.dense import TokenBlock
 from phasewise.train.heads import acceptance
 from phasewise.train.heads.acceptance import Acceptance
@@ -30,7 +32,7 @@ from phasewise.train.heads.target import FrozenTarget, SeenBlock
 from phasewise.train.heads.text import Bar, TextJob, write
 from phasewise.train.mixture import Stage
 from phasewise.train.pocket import draw_if_possible
-from phasewise.train.trainer import StepLoss, TrainingRecipe, TrainingRun, fit
+from phasewise.train.trainer import StepLoss, TrainingRecipe, TrainingRun, fit, same_settings
 from phasewise.train.written import WrittenBatches, WrittenText
 
 ASIDE, CHECKPOINT = "training", "checkpoint.pt"
@@ -58,6 +60,7 @@ class HeadsJob:
     resume: bool = False
     unroll: int = 0  # depths that are learned; later ones are only measured. 0: all
     step: int = 0  # tokens of a step; 0: STEP, or a quarter of that
+    draft_vocab: int = 0  # most frequent tokens that an output matrix of the heads' own knows; 0: all
 
     @property
     def aside(self) -> Path:
@@ -74,30 +77,38 @@ class HeadsJob:
         words = [f"phasewise train heads {self.kind} --for {self.model} --tokens {self.tokens} --depth {self.depth}",
                  f"--sequences {self.sequences} --new {self.new} --rate {self.rate:g} --dtype {self.dtype}",
                  f"--seed {self.seed}"]  # fmt: skip
-        words += [f"--{name} {n}" for name, n in (("unroll", self.unroll), ("step", self.step)) if n]
+        options = (("unroll", self.unroll), ("step", self.step), ("draft-vocab", self.draft_vocab))
+        words += [f"--{name} {n}" for name, n in options if n]
         return " ".join(words) + (f" --prompts {self.prompts.name}" if self.prompts else "")
 
 
 def train(job: HeadsJob, bar: Bar) -> Acceptance:
     """Train one set of heads, write it into `job.out`, and say what it accepts of held-out text.
 
-    Raises UserError for an unknown kind, a model that cannot be a target, a run that cannot be resumed so, a loss that
-    is no number and a full disk; what a checkpoint holds is kept.
+    Raises UserError for an unknown kind, a model that cannot be a target, a draft vocabulary that it cannot have, a run
+    that cannot be resumed so, a loss that is no number and a full disk; what a checkpoint holds is kept.
     """
     kind = kind_of(job.kind)
+    if job.draft_vocab and not kind.own_output:
+        raise UserError(f"draft_vocab={job.draft_vocab}: heads of kind {job.kind} guess by the model's own output "
+                        "matrix, over all tokens. Leave it out, or train eagle3")  # fmt: skip
     with naming_failures(job):
-        torch.manual_seed(job.seed)
         target = FrozenTarget(job.model, job.dtype)
-        module = kind.build(target, job.depth)
-        run = TrainingRun(module, [AdamW(module.parameters(), lr=job.rate, betas=(0.9, 0.95), weight_decay=0.0)])
-        run.settings = {**job.settings, "base": target.fingerprint}
+        settings = {**job.settings, "base": target.fingerprint}
         if job.resume:
-            run.read(job.aside / CHECKPOINT)
+            same_settings(job.aside / CHECKPOINT, settings)
         text = TextJob(job.model, job.sequences, job.new, job.prompts, job.seed)
         written, heldout, pad = write(text, target.fingerprint, bar)
         if not written or len(heldout) < 2:
             raise UserError(f"{job.model} only repeats itself: of {job.sequences} continuations {len(written)} are "
                             "left without their loops. Give other prompts, or a model that was trained")  # fmt: skip
+        torch.manual_seed(job.seed)
+        known = frequent(written, job.draft_vocab, target.vocab) if job.draft_vocab else None
+        module = kind.build(target, job.depth, known)
+        adam = AdamW(module.parameters(), lr=job.rate, betas=(0.9, 0.95), weight_decay=0.0)
+        run = TrainingRun(module, [adam], settings=settings)
+        if job.resume:
+            run.read(job.aside / CHECKPOINT)
         data = WrittenBatches(written, pad, job.seed)
         learned = job.unroll or None
 
@@ -106,6 +117,15 @@ def train(job: HeadsJob, bar: Bar) -> Acceptance:
 
         fit(run, loss, data, recipe(job, target), job.aside)
         return finish(job, kind, module, target, heldout, pad)
+
+
+def frequent(written: Sequence[WrittenText], count: int, vocab: int) -> Tensor:
+    """The `count` tokens that texts have most often, ascending, int64. Of equally frequent ones the lower ids. Raises
+    UserError for more tokens than there are."""
+    if not RANKS <= count <= vocab:
+        raise UserError(f"draft_vocab={count} must be from {RANKS} to the model's {vocab:,}")
+    said = Counter(token for text in written for token in text.reply)
+    return torch.tensor(sorted(sorted(range(vocab), key=lambda token: -said[token])[:count]))
 
 
 def recipe(job: HeadsJob, target: FrozenTarget) -> TrainingRecipe:
@@ -123,7 +143,7 @@ def heads_loss(
     counts: list[int] = []
     for block in blocks:
         seen = target.see(block, kind.taps(module))
-        said = said_by_the_model(target, seen)
+        said = said_by_the_model(target, seen, kind.vocabulary(module))
         for head, logits in enumerate(islice(kind.guesses(module, target, seen), learned)):
             loss = F.cross_entropy(logits, said(head), reduction="sum")
             if head == len(sums):
@@ -139,14 +159,19 @@ def heads_loss(
     return StepLoss(total, parts, sum(block.ids.numel() for block in blocks))
 
 
-def said_by_the_model(target: FrozenTarget, seen: SeenBlock) -> Any:
-    """A function of a depth: what the model itself expected where that depth guesses, probabilities [n, V].
+def said_by_the_model(target: FrozenTarget, seen: SeenBlock, known: Tensor | None = None) -> Any:
+    """A function of a depth: what the model itself expected where that depth guesses, probabilities [n, V]. Those of
+    tokens that are not `known` are left out, so that the fewer are known of a position, the less it counts.
 
     The token at t + 2 + i follows the state at t + 1 + i. All positions go through the output matrix once.
     """
     needed = seen.block.targets >= 0
     needed[:, 0] = False  # no head guesses the root
     chances = target.log_chances(seen.h[needed]).exp_()
+    if known is not None:
+        unknown = torch.ones(target.vocab, dtype=torch.bool, device=known.device)
+        unknown[known] = False
+        chances[:, unknown] = 0.0
     place = torch.zeros(needed.shape, dtype=torch.int64, device=needed.device)
     place[needed] = torch.arange(len(chances), device=needed.device)
     return lambda head: chances[place[:, head + 1 :][seen.wanted(head)]]
@@ -166,7 +191,7 @@ def finish(
     measured = acceptance.measure(found[half:], table)
     own = {"base": target.fingerprint, "command": job.command, "accuracy": table, "measured": measured.as_dict()}
     config = kind.config(module, target) | {"torch_dtype": "bfloat16", folder.OWN: own}
-    folder.write(job.out, config, module.state_dict(), torch.bfloat16)
+    folder.write(job.out, config, kind.tensors(module), torch.bfloat16)
     draw_if_possible(job.aside)
     return measured
 
