@@ -18,7 +18,7 @@ from phasewise.request.request import Request
 from phasewise.speculation.loop import draft_span
 from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome
-from phasewise.verbs.draft import Draft, Drafter
+from phasewise.verbs.draft import Draft, Drafter, HoldingDrafter
 from tests import tiny
 
 RIGHT, WRONG, LOOK = 7, 8, 2e-5  # tokens; seconds that a look takes
@@ -241,8 +241,9 @@ def test_who_holds_a_drafter_asks_it(held: str, question: str, answer: object, m
     placed = tiny.engine({"draft": held})
     assert isinstance(placed, Engine)
     drafter = placed.recipes[""].phases[0].decode.drafter  # type: ignore[attr-defined]
+    assert isinstance(drafter, HoldingDrafter)
     guesses = SimpleNamespace(**{question: lambda *request: answer})
-    monkeypatch.setattr(drafter, "of" if hasattr(drafter, "of") else "base", guesses)
+    monkeypatch.setattr(drafter, "parts", (guesses, *drafter.parts[1:]))
     request = Request([5, 6, 7])
     assert getattr(drafter, question)(*([] if question == "think" else [request])) == answer
 

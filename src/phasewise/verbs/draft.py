@@ -134,7 +134,7 @@ class Drafter(ABC):
 
     A guess says how it was drawn (`Draft`). A drafter that keeps a second model in step asks the host for a companion;
     one that guesses with the model itself, on the requests' own KV, writes `Tails` (speculation/tails.py). Drafters
-    inherit from this class: what they leave out is as it is here. A drafter that holds another one forwards all of it.
+    inherit from this class: what they leave out is as it is here. One that holds others is a `HoldingDrafter`.
     """
 
     companion: DraftBackend | None = None  # its second model, or what stands for one
@@ -195,6 +195,45 @@ class Drafter(ABC):
 
     def close(self) -> None:
         """Told when the engine is closed."""
+
+
+class HoldingDrafter(Drafter):
+    """A drafter made of others. What only one can answer is the first one's answer, all are told what anyone is told,
+    and bounds are those of all of them."""
+
+    def __init__(self, *parts: Drafter) -> None:
+        self.parts, first = parts, parts[0]
+        self.companion, self.drawer, self.token_rows = first.companion, first.drawer, first.token_rows
+
+    def size(self, request: Request) -> int:
+        return sum(its.size(request) for its in self.parts)
+
+    def draws(self, request: Request) -> bool:
+        return self.parts[0].draws(request)
+
+    def late(self, request: Request) -> Draft | None:
+        return self.parts[0].late(request)
+
+    def reach(self, context: int) -> int:
+        return min(its.reach(context) for its in self.parts)
+
+    def sort(self, request: Request) -> int:
+        return self.parts[0].sort(request)
+
+    def think(self) -> bool:
+        return self.parts[0].think()
+
+    def sized_by(self, sized: Callable[[Request], bool]) -> None:
+        for its in self.parts:
+            its.sized_by(sized)
+
+    def at_least(self, chance: float) -> None:
+        for its in self.parts:
+            its.at_least(chance)
+
+    def close(self) -> None:
+        for its in self.parts:
+            its.close()
 
 
 def headroom(request: Request) -> int:

@@ -19,7 +19,7 @@ from phasewise.speculation.planner import LEVEL, SPIKE, CostLine, DraftPlan, Ste
 from phasewise.step.phase import Hidden
 from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome
-from phasewise.verbs.draft import Draft, Drafter
+from phasewise.verbs.draft import Draft, Drafter, HoldingDrafter
 from phasewise.verbs.host import Host
 from phasewise.verbs.method import Method
 from phasewise.verbs.traits import Traits
@@ -96,15 +96,14 @@ class _Paces(GuessRecord):
         return (1 + (self.right + LOOKED * before) / looks) * math.exp(-n * self.slower / looks) - 1
 
 
-class Pacer(Drafter):
+class Pacer(HoldingDrafter):
     """Remembers a `_Paces` per request; costs of steps and acceptance of kinds of guesses are shared by all."""
 
     def __init__(self, of: Drafter, clock: Callable[[], float] = time.perf_counter) -> None:
+        super().__init__(of)
         self.of, self.clock = of, clock
         self.costs, self.chances = StepCosts(), Chances()
         self.sized: Callable[[Request], bool] = lambda request: False
-        self.companion = of.companion
-        self.drawer, self.token_rows = of.drawer, of.token_rows
         self._look = 0.0  # seconds that looking takes, a request ...
         self._once = 0.0  # ... and, in the step under way, at those that were not looked at before
         self._all = _Paces()  # of all requests: what looks were worth
@@ -119,27 +118,9 @@ class Pacer(Drafter):
         self._last = 0.0  # when the one before it had its verdict, if a clock was read then: that takes time
         self._drafting: float | None = None  # seconds of it that were spent here, if any
 
-    def reach(self, context: int) -> int:
-        return self.of.reach(context)
-
-    def draws(self, request: Request) -> bool:
-        return self.of.draws(request)
-
-    def late(self, request: Request) -> Draft | None:
-        return self.of.late(request)  # drawn guesses are left as they are, and no other verifier minds
-
-    def sort(self, request: Request) -> int:
-        return self.of.sort(request)
-
-    def think(self) -> bool:
-        return self.of.think()
-
     def sized_by(self, sized: Callable[[Request], bool]) -> None:
+        super().sized_by(sized)
         self.sized = sized
-        self.of.sized_by(sized)
-
-    def at_least(self, chance: float) -> None:
-        self.of.at_least(chance)
 
     def size(self, request: Request) -> int:
         paces = self._of(request)
@@ -181,9 +162,6 @@ class Pacer(Drafter):
         if self._asked:
             self._weigh(spans, outcomes)
         self.of.learn(spans, hidden, outcomes, tops)
-
-    def close(self) -> None:
-        self.of.close()
 
     def _timely(self, number: int) -> bool:
         """True if a step without probes is timed, or the next one may be."""

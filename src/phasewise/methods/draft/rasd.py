@@ -3,7 +3,7 @@ verifier."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -16,7 +16,7 @@ from phasewise.request.request import Request
 from phasewise.step.phase import Hidden
 from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome
-from phasewise.verbs.draft import Draft, Drafter
+from phasewise.verbs.draft import Draft, Drafter, HoldingDrafter
 from phasewise.verbs.host import Host
 from phasewise.verbs.method import Method
 from phasewise.verbs.traits import Traits, joined
@@ -75,42 +75,16 @@ class RASD(Method):
         return Fusion(self.among, base, source, (self.base.traits.candidates, self.source.traits.candidates))
 
 
-class Fusion(Drafter):
+class Fusion(HoldingDrafter):
     """Two drafters as one, in one engine. What they remember of a request is theirs."""
 
     def __init__(self, among: int, base: Drafter, source: Drafter, candidates: tuple[int, int] = (0, 0)) -> None:
         """`candidates`: how many likeliest tokens each of them is given (`Traits.candidates`)."""
+        super().__init__(base, source)
         self.among, self.base, self.source, self.candidates = among, base, source, candidates
-        self.parts = (base, source)
-        self.companion = base.companion
-        self.drawer, self.token_rows = base.drawer, base.token_rows
-
-    def size(self, request: Request) -> int:
-        return sum(its.size(request) for its in self.parts)
-
-    def reach(self, context: int) -> int:
-        return min(its.reach(context) for its in self.parts)
-
-    def draws(self, request: Request) -> bool:
-        return self.base.draws(request)
 
     def late(self, request: Request) -> None:
         """None: behind a tree of two drafters' guesses nobody's next one is known."""
-
-    def sort(self, request: Request) -> int:
-        return self.base.sort(request)
-
-    def think(self) -> bool:
-        """Only the base says what it thinks: the source's guesses come from no model."""
-        return self.base.think()
-
-    def sized_by(self, sized: Callable[[Request], bool]) -> None:
-        for its in self.parts:
-            its.sized_by(sized)
-
-    def at_least(self, chance: float) -> None:
-        for its in self.parts:
-            its.at_least(chance)
 
     def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
         bases, sources = (
@@ -124,10 +98,6 @@ class Fusion(Drafter):
     ) -> None:
         for its, wanted in zip(self.parts, self.candidates):
             its.learn(spans, hidden, outcomes, None if tops is None or not wanted else tops[:, :wanted])
-
-    def close(self) -> None:
-        for its in self.parts:
-            its.close()
 
     def _fused(self, base: Draft | None, source: Draft | None, budget: int) -> Draft | None:
         if source is None:
