@@ -131,10 +131,11 @@ def _keep(path: Path, texts: Sequence[WrittenText]) -> None:
 
 
 class WrittenBatches:
-    """Batches of what the target wrote; replies alone are learned. A function of the seed and the step."""
+    """Batches of what the target wrote. Replies are learned, and with `prompts` what they answer as well. A function of
+    the seed and the step."""
 
-    def __init__(self, texts: Sequence[WrittenText], pad: int, seed: int) -> None:
-        self.rows: list[list[Piece]] = [[(text.prompt, False), (text.reply, True)] for text in texts]
+    def __init__(self, texts: Sequence[WrittenText], pad: int, seed: int, prompts: bool = False) -> None:
+        self.rows: list[list[Piece]] = [[(text.prompt, prompts), (text.reply, True)] for text in texts]
         self.pad, self.seed = pad, seed
         self.tokens = sum(map(size, self.rows))
 

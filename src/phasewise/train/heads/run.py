@@ -1,7 +1,8 @@
 """One command for all kinds of heads: the model's own text, its states streamed, losses by depth, what was learned.
 
-The model is frozen. Each depth learns the model's whole distribution where the token it guesses was said (soft
-cross-entropy); depth i counts 0.8^i as much as the first.
+The model is frozen. Each depth learns the model's whole distribution where the token it guesses stands (soft
+cross-entropy), in what the model wrote and in the prompts before, whose rows are computed anyway; depth i counts 0.8^i
+as much as the first.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def train(job: HeadsJob, bar: Bar) -> Acceptance:
         run = TrainingRun(module, [adam], settings=settings)
         if job.resume:
             run.read(job.aside / CHECKPOINT)
-        data = WrittenBatches(written, pad, job.seed)
+        data = WrittenBatches(written, pad, job.seed, prompts=True)
         learned = job.unroll or None
 
         def loss(_: object, blocks: Sequence[TokenBlock]) -> StepLoss:
