@@ -285,7 +285,7 @@ def random_heads(kind: str, model: Model, seed: int) -> FeatureHeads:
 
 def untrained(kind: str, model: Model, *, narrow: bool = False, draft_vocab: int = 0) -> FeatureHeads:
     """Heads of the usual shape for a model: a plain Llama's block of its widths. `narrow`: with one key head and an MLP
-    that is no wider than the model. `draft_vocab`: tokens that an EAGLE-3 head knows; 0: all."""
+    half as wide as the model. `draft_vocab`: tokens that an EAGLE-3 head knows; 0: all."""
     its = model.config
     config = replace(
         its, family="llama", layers=1, attention=(replace(its.attention[0], window=None, softcap=None),), moe=(None,),
@@ -293,7 +293,7 @@ def untrained(kind: str, model: Model, *, narrow: bool = False, draft_vocab: int
         o_bias=False, mlp_bias=False, embed_scale=1.0, logit_softcap=None, fused=False,
     )  # fmt: skip
     if narrow:
-        config = replace(config, kv_heads=1, intermediate=its.hidden)
+        config = replace(config, kv_heads=1, intermediate=its.hidden // 2)
     if kind == "eagle1":
         return Eagle1(config)
     if kind == "mtp":

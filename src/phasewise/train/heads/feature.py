@@ -29,8 +29,8 @@ BEGIN = 0.3  # of the model's logits: at full scale, what is said again is surel
 
 @dataclass(frozen=True)
 class FeatureKind:
-    """Heads of a kind, `eagle1`, `eagle3` or `mtp`: a block of the model's width with one key head and an MLP that
-    widens nothing, so that those for a small model are small."""
+    """Heads of a kind, `eagle1`, `eagle3` or `mtp`: a block of the model's width with one key head and an MLP half
+    as wide, so that those for a small model are small."""
 
     kind: str
 
