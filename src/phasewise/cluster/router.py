@@ -381,8 +381,8 @@ class Router:
         if caller.trace.admitted is None and event["queued"] is not None:
             caller.trace.admitted = caller.trace.arrived + event["queued"]
             caller.trace.by["admitted"] = handle.name
-        if event["recalled"] > caller.recalled:
-            caller.recalled = event["recalled"]
+        caller.recalled = max(caller.recalled, event["recalled"])
+        caller.cached = max(caller.cached, event["cached"])
         try:
             for at, *plain in event.get("scores", ()):
                 caller.scores.setdefault(at, Score.of(plain))

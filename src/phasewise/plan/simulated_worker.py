@@ -407,7 +407,7 @@ class SimulatedWorker:
         self._untold -= job.known - start
         self._post({
             "event": "progress", "id": job.id, "attempt": job.attempt, "start": start,
-            "tokens": range(start, job.known), "left": left, "queued": None, "recalled": 0,
+            "tokens": range(start, job.known), "left": left, "queued": None, "recalled": 0, "cached": 0,
         })  # fmt: skip
 
     def _push(self) -> None:

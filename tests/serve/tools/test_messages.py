@@ -38,6 +38,12 @@ def streamed(server: Server, **body: Any) -> Any:
         return stream.get_final_message()
 
 
+def prompt_tokens(message: Any) -> int:
+    """All tokens of its prompt, wherever their keys and values came from."""
+    usage = message.usage
+    return int(usage.input_tokens + usage.cache_read_input_tokens + usage.cache_creation_input_tokens)
+
+
 USE = {"type": "tool_use", "name": "weather", "input": {"city": "Oslo"}}
 
 
@@ -68,7 +74,7 @@ def test_blocks_whole_and_streamed(
     assert whole.role == "assistant" and whole.model == "tiny" and whole.id.startswith("msg_")
     part = streamed(hermes, **body)
     assert (told(part), part.stop_reason, part.stop_sequence) == (blocks, reason, whole.stop_sequence)
-    assert part.usage.input_tokens == whole.usage.input_tokens
+    assert prompt_tokens(part) == prompt_tokens(whole)
     if "disable" not in str(more):  # such a stream ends earlier
         assert part.usage.output_tokens == whole.usage.output_tokens
 
@@ -111,8 +117,22 @@ def test_tokens_are_counted_before(hermes: Server) -> None:
     body = asked("Hello", tools=[WEATHER], system="Be brief.")
     shown = {key: body[key] for key in ("model", "messages", "tools", "system")}
     counted = client(hermes).messages.count_tokens(**shown).input_tokens
-    assert counted == client(hermes).messages.create(**body).usage.input_tokens
+    assert counted == prompt_tokens(client(hermes).messages.create(**body))
     assert client(hermes).messages.count_tokens(**{**shown, "tools": []}).input_tokens < counted
+
+
+def test_usage_tells_what_the_prefix_cache_had(hermes: Server) -> None:
+    body = asked("Yes.", system="A beginning that no other test has, and long enough for some blocks. " * 4)
+    first, again = (client(hermes).messages.create(**body) for _ in range(2))
+    assert first.usage.cache_read_input_tokens == 0 and again.usage.cache_read_input_tokens > 0
+    assert again.usage.input_tokens == first.usage.input_tokens - again.usage.cache_read_input_tokens > 0
+    assert first.usage.cache_creation_input_tokens == again.usage.cache_creation_input_tokens == 0
+    events = list(client(hermes).messages.create(stream=True, **body))
+    started, ended = events[0].message.usage, events[-2].usage
+    for usage in (started, ended):
+        assert usage.input_tokens == again.usage.input_tokens
+        assert usage.cache_read_input_tokens == again.usage.cache_read_input_tokens
+    assert (started.output_tokens, ended.output_tokens) == (0, again.usage.output_tokens)
 
 
 def test_thinking_can_be_left_out(thinking: Server) -> None:

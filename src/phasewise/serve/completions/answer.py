@@ -184,6 +184,11 @@ class Answer:
         return sum(choice.tokens for choice in self._every)
 
     @property
+    def cached_tokens(self) -> int:
+        """Tokens of its prompts that came from the prefix cache and the tiers below it. Siblings share their prompt."""
+        return sum(choice.feed.request.cached for choice in self._every[:: self._samples])
+
+    @property
     def details(self) -> dict[str, int]:
         """Usage of its prompts besides their tokens: tokens that came from the KV of an earlier answer, where one was
         named, and from the prefix cache and below, where KV has tiers; rows that were added and stand for no token."""

@@ -102,8 +102,7 @@ class MessageWriter:
         """Why and how it ended."""
         if not self._end:  # the client has gone
             return b""
-        usage = {"output_tokens": answer.output_tokens}
-        return (_event("message_delta", delta=self._end, usage=usage) + _event("message_stop")).encode()
+        return (_event("message_delta", delta=self._end, usage=_usage(answer)) + _event("message_stop")).encode()
 
     def failed(self, error: ApiError) -> bytes:
         """The last event of a stream that breaks."""
@@ -171,7 +170,15 @@ def _ended(piece: AnswerDelta, answer: Answer) -> dict[str, Any]:
 
 
 def _usage(answer: Answer) -> dict[str, int]:
-    return {"input_tokens": answer.prompt_tokens, "output_tokens": answer.output_tokens}
+    """Tokens of the prompt and of the answer. Those that the prefix cache had are counted apart from the others, and
+    none as written to it: every prompt is cached without being asked, and that costs nothing."""
+    cached = answer.cached_tokens
+    return {
+        "input_tokens": answer.prompt_tokens - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": answer.output_tokens,
+    }
 
 
 def _event(kind: str, **fields: Any) -> str:
