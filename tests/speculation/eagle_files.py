@@ -131,7 +131,7 @@ DEEPSEEK = {
 
 
 def mtp(path: Path, d: int, *, names: str = "speculators", seed: int = 1) -> Path:
-    """An MTP module, by the names of `speculators`, `qwen` or `deepseek`."""
+    """An MTP module, by the names of `speculators`, `qwen`, `deepseek` or `mimo`, which has the state first."""
     own = matrices(
         seed + 1, input_proj__weight=(d, 2 * d), token_layernorm__weight=(d,), hidden_layernorm__weight=(d,),
         final_layernorm__weight=(d,),
@@ -139,7 +139,9 @@ def mtp(path: Path, d: int, *, names: str = "speculators", seed: int = 1) -> Pat
     layer = {name.removeprefix("x."): tensor for name, tensor in block(seed, "x", d, d).items()}
     layer |= matrices(seed + 2, input_layernorm__weight=(d,))
     known = {"qwen": QWEN, "deepseek": DEEPSEEK}.get(names, {})
-    at = {"qwen": "mtp.layers.0.", "deepseek": "model.layers.8."}.get(names, "mtp_layers.0.")
+    at = {"qwen": "mtp.layers.0.", "deepseek": "model.layers.8.", "mimo": "model.mtp_layers.0."}.get(
+        names, "mtp_layers.0."
+    )
     front = at if names != "qwen" else ""
     tensors = {f"{at}{name}": tensor for name, tensor in layer.items()}
     for name, tensor in own.items():
@@ -161,7 +163,8 @@ def _plainly(name: str) -> str:
     for ours, theirs in (*QWEN.items(), *DEEPSEEK.items()):
         if name.endswith(f"{theirs}.weight"):
             return f"{ours}.weight"
-    short = name.removeprefix("mtp_layers.0.").removeprefix("mtp.layers.0.").removeprefix("model.layers.8.")
+    short = name.removeprefix("model.").removeprefix("mtp_layers.0.").removeprefix("mtp.layers.0.")
+    short = short.removeprefix("layers.8.")
     inside = short.startswith(("self_attn", "mlp", "post_", "input_layernorm"))
     return f"layers.0.{short}" if inside else short
 
@@ -177,6 +180,7 @@ class Plain:
                   for name, tensor in load_file(folder / "model.safetensors").items()}  # fmt: skip
         self.third = "lm_head.weight" in self.w
         self.mtp = not self.third and "fc.weight" not in self.w
+        self.state_first = any(name.startswith("model.mtp_layers.") for name in self.w)
         if self.mtp:
             self.w = {_plainly(name): tensor for name, tensor in self.w.items()}
         embeddings = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
@@ -205,7 +209,7 @@ class Plain:
             residual = h if self.config.get("norm_before_residual") else features
         elif self.mtp:
             parts = (normed(embedded, w["token_layernorm.weight"]), normed(features, w["hidden_layernorm.weight"]))
-            residual = torch.cat(parts, -1) @ w["input_proj.weight"].T
+            residual = torch.cat(parts[::-1] if self.state_first else parts, -1) @ w["input_proj.weight"].T
             x = normed(residual, w[at + "input_layernorm.weight"])
         else:
             x = residual = torch.cat((embedded, features), -1) @ w["fc.weight"].T + w.get("fc.bias", torch.zeros(1))

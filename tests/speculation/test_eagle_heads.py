@@ -14,27 +14,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from phasewise.engine.assembly import kv_shapes
 from phasewise.errors import Untrained, UserError
-from phasewise.kv.buffer import Ledger
-from phasewise.kv.format import Raw
-from phasewise.kv.store import Store
 from phasewise.model.model import Model
-from phasewise.request.counters import Counters
 from phasewise.request.request import Request
 from phasewise.speculation.companion import NewNodes
-from phasewise.speculation.feature_model import FeatureModel
-from phasewise.speculation.features import FeatureCompanion, Features
 from phasewise.speculation.heads.folder import read
 from phasewise.speculation.heads.layouts import feature_heads, kind_of, settings_of, tensors_of, usual_taps
-from phasewise.step.forward import forward
-from phasewise.step.span import Span
-from phasewise.verbs.decode import Outcome
-from tests import tiny, uncached
+from tests import tiny
 from tests.speculation import eagle_files as files
+from tests.speculation.lanes import KINDS, lane, near, noted
 
 LAYERS, D = 8, 48
-KINDS = ("eagle3", "eagle1", "mtp")
 LAYOUTS: dict[str, Callable[[Path], Path]] = {
     "eagle1": partial(files.eagle1, d=D),
     "eagle1 without a bias, with embeddings": partial(files.eagle1, d=D, bias=False, embeddings=True),
@@ -50,6 +40,7 @@ LAYOUTS: dict[str, Callable[[Path], Path]] = {
     "mtp, speculators": partial(files.mtp, d=D),
     "mtp, as Qwen3-Next's": partial(files.mtp, d=D, names="qwen"),
     "mtp, as DeepSeek's": partial(files.mtp, d=D, names="deepseek"),
+    "mtp, as MiMo's": partial(files.mtp, d=D, names="mimo"),
     "speculators, qwen3": partial(files.speculators, d=D, family="qwen3", draft=16),
 }
 
@@ -63,33 +54,6 @@ def target() -> Model:
 def no_autograd():
     with torch.inference_mode():
         yield
-
-
-def lane(folder: Path, model: Model) -> FeatureCompanion:
-    """The heads of a folder as the companion of a model."""
-    heads, key = feature_heads(model, KINDS, str(folder))
-    made, counters = FeatureModel(heads, model, key), Counters()
-    store = Store(kv_shapes(made), Raw(), ledger=Ledger(1 << 30), counters=counters)
-    companion = FeatureCompanion("lane", made, store, uncached.PLAIN, counters)
-    return companion.follow(Features("lane features", key, made.width, made.dtype, made.features))
-
-
-def noted(companion: FeatureCompanion, request: Request) -> None:
-    """Run the target over all tokens of a request but the last, and let its features be noted."""
-    model = companion.model.target
-    store = Store(kv_shapes(model), Raw(), ledger=Ledger(1 << 40), counters=Counters())
-    tokens = request.tokens[:-1]
-    request.kv = store.open(request, len(tokens))
-    span = Span(request, request.kv, uncached.PLAIN, tokens, range(len(tokens)))
-    hidden = forward(model, [span], Counters(), companion.model.layers_tapped)
-    companion.features.learn([span], hidden, [Outcome(len(tokens), [])])
-
-
-def near(got: Tensor, wanted: Tensor) -> None:
-    assert not torch.isnan(got).any()
-    there = wanted.isfinite()
-    torch.testing.assert_close(got[there], wanted[there], atol=2e-4, rtol=2e-4)
-    assert bool((got[~there] < -1e3).all()), "tokens outside the draft vocabulary are not likely"
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

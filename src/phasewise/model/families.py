@@ -236,6 +236,7 @@ FAMILIES: dict[str, Family] = {
     "llama": llama,
     "mistral": mistral,
     "qwen2": qwen2,
+    "mimo": qwen2,  # with a module that foretells one more token (model/modules.py)
     "qwen3": qwen3,
     "qwen3_moe": qwen3_moe,
     "mixtral": mixtral,

@@ -69,17 +69,22 @@ def locate(model: Model, kinds: Sequence[str], heads: str) -> Path:
     (phasewise/heads/KIND), or that the package ships for it. Raises Untrained where `auto` finds none."""
     if heads != AUTO:
         return Path(heads).expanduser()
-    base, beside = fingerprint(model), model.files.folder / FOLDER / "heads"
+    base = fingerprint(model)
     for kind in kinds:
-        if (beside / kind).is_dir():
-            return beside / kind
+        if (own := beside(model, kind)).is_dir():
+            return own
         for path in _shipped(kind):
             if read_config(path).get(OWN, {}).get("base") == base:
                 return path
     first = kinds[0]
     raise Untrained(f"{first} needs heads trained for the model in {model.files.path}; there are none at "
-                    f"{beside / first} and none are shipped for it. Train them: "
+                    f"{beside(model, first)} and none are shipped for it. Train them: "
                     f"{train_command(first, str(model.files.path))}; or name a folder: heads=DIR")  # fmt: skip
+
+
+def beside(model: Model, kind: str) -> Path:
+    """Where heads of a kind lie beside a model's own files."""
+    return model.files.folder / FOLDER / "heads" / kind
 
 
 def _shipped(kind: str) -> list[Path]:

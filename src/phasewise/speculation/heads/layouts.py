@@ -20,12 +20,23 @@ from phasewise.errors import UserError, near
 from phasewise.model.artefacts import fingerprint
 from phasewise.model.config import ModelConfig
 from phasewise.model.model import Model
+from phasewise.model.modules import module_count, module_tensors
 from phasewise.model.parse import parse_config
 from phasewise.model.raw import RawConfig
 from phasewise.speculation.heads.block import FeatureHeads
 from phasewise.speculation.heads.eagle import Eagle1, Eagle3, Eagle3Options
-from phasewise.speculation.heads.folder import CONFIG, WEIGHTS, StoredHeads, locate, read, seed_of, train_command
-from phasewise.speculation.heads.mtp import MTP, renamed
+from phasewise.speculation.heads.folder import (
+    AUTO,
+    CONFIG,
+    WEIGHTS,
+    StoredHeads,
+    beside,
+    locate,
+    read,
+    seed_of,
+    train_command,
+)
+from phasewise.speculation.heads.mtp import MTP, own_tensors
 
 T = TypeVar("T", bound=FeatureHeads)
 SAID = "speculators_model_type"
@@ -61,7 +72,7 @@ def kind_of(stored: StoredHeads) -> str:
     names = str(config.get("architectures"))
     if "Eagle3" in names or "draft_vocab_size" in config or any(name.startswith("midlayer.") for name in tensors):
         return "eagle3"
-    if any(name.startswith("mtp.") or name.endswith("eh_proj.weight") for name in tensors):
+    if module_tensors(tensors) or "eh_proj.weight" in tensors:
         return "mtp"
     if "fc.weight" in tensors:
         return "eagle1"
@@ -74,19 +85,35 @@ def kind_of(stored: StoredHeads) -> str:
 def feature_heads(model: Model, kinds: Sequence[str], heads: str) -> tuple[FeatureHeads, str]:
     """The heads of one of these kinds for a model, and a key that names them.
 
-    `heads`: auto (of the first kind that lies beside the model, or is shipped for it), a folder, or random:SEED, which
-    makes some of the first kind. Raises UserError naming what does not fit, or Untrained.
+    `heads`: auto (of the first kind that lies beside the model, that its checkpoint carries, or that is shipped for
+    it), a folder, or random:SEED, which makes some of the first kind. Raises UserError naming what does not fit, or
+    Untrained.
     """
     seed = seed_of(heads)
     if seed is not None:
         return random_heads(kinds[0], model, seed), f"{kinds[0]} {heads}"
-    stored = read(locate(model, kinds, heads))
+    stored = None if heads != AUTO or "mtp" not in kinds else carried_module(model)
+    stored = stored or read(locate(model, kinds, heads))
     kind = kind_of(stored)
     if kind not in kinds:
         raise UserError(
             f"{stored.path} holds heads of kind {kind}: choose --draft {DRAFTERS[kind]}:heads={stored.path}"
         )
     return load(stored, model, kind), f"{kind} {_digest(stored)}"
+
+
+def carried_module(model: Model) -> StoredHeads | None:
+    """The MTP module in a model's own checkpoint, whose tensors stay where they are; None if there is none, or if
+    another lies beside the model. Raises UserError where there are several."""
+    tensors = model.files.tensors()
+    names = module_tensors(tensors.where)
+    if not names or beside(model, "mtp").is_dir():
+        return None
+    if (count := module_count(names)) > 1:
+        raise UserError(f"{model.files.path} carries {count} MTP modules, one for each further token, and one is "
+                        "supported: name a folder with one (heads=DIR), or choose another drafter")  # fmt: skip
+    config = {**model.files.settings().values, "num_hidden_layers": 1, "layer_types": None}
+    return StoredHeads(model.files.path, config, {name: tensors.read(name) for name in names})
 
 
 def load(stored: StoredHeads, model: Model, kind: str) -> FeatureHeads:
@@ -97,8 +124,7 @@ def load(stored: StoredHeads, model: Model, kind: str) -> FeatureHeads:
     if kind == "mtp":
         if config.hidden != model.config.hidden:
             raise _other_width(stored, f"hidden_size={config.hidden}", model)
-        own = {new: tensor for name, tensor in tensors.items() if (new := renamed(name)) is not None}
-        return _filled(_on_paper(lambda: MTP(config)), own, stored)
+        return _filled(_on_paper(lambda: MTP(config)), own_tensors(tensors), stored)
     if kind == "eagle3":
         return _filled(_eagle3(stored, config, tensors, model), tensors, stored)
     made = _on_paper(lambda: Eagle1(config, bias="fc.bias" in tensors, embeddings="embed_tokens.weight" in tensors))

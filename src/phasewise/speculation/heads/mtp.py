@@ -1,12 +1,14 @@
 """MTP modules: a whole layer that is trained with the model, and goes on with its states (arXiv 2412.19437).
 
 Module names are those of vLLM's `speculators`. Checkpoints that carry the module call it otherwise: Qwen3-Next's begin
-with `mtp.`; DeepSeek-V3's parts have names of their own behind `model.layers.LAYERS.` (`renamed`).
+with `mtp.`; DeepSeek-V3's parts have names of their own behind `model.layers.LAYERS.`; MiMo's lie behind
+`model.mtp_layers.0.`, and its projection reads the state before the embedding (`own_tensors`).
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import ClassVar, cast
 
 import torch
@@ -27,12 +29,22 @@ IN_CHECKPOINTS = {  # beginnings of names
     "hnorm.": "hidden_layernorm.",
     "shared_head.norm.": "final_layernorm.",
 }
+STATE_FIRST = "model.mtp_layers."  # names of modules whose projection reads the state, then the embedding
 SHARED = ("embed_tokens.weight", "shared_head.head.weight", "lm_head.weight")  # copies of the model's own
+
+
+def own_tensors(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a module by its own names, whatever a checkpoint calls them."""
+    found = {new: tensor for name, tensor in stored.items() if (new := renamed(name)) is not None}
+    projection = f"{BLOCK}input_proj.weight"
+    if projection in found and any(name.startswith(STATE_FIRST) for name in stored):
+        found[projection] = found[projection].roll(found[projection].shape[-1] // 2, -1)
+    return found
 
 
 def renamed(name: str) -> str | None:
     """The module's name of a tensor; None for a copy of the model's own, which is not read."""
-    short = re.sub(r"^model\.layers\.\d+\.", "", name)
+    short = re.sub(r"^model\.(layers\.\d+|mtp_layers\.0)\.", "", name)
     if short in SHARED:
         return None
     for theirs, ours in IN_CHECKPOINTS.items():

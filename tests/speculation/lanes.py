@@ -1,0 +1,52 @@
+"""Feature heads as a companion without an engine: what their tests compare with a plain forward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from phasewise.engine.assembly import kv_shapes
+from phasewise.kv.buffer import Ledger
+from phasewise.kv.format import Raw
+from phasewise.kv.store import Store
+from phasewise.model.model import Model
+from phasewise.request.counters import Counters
+from phasewise.request.request import Request
+from phasewise.speculation.feature_model import FeatureModel
+from phasewise.speculation.features import FeatureCompanion, Features
+from phasewise.speculation.heads.layouts import feature_heads
+from phasewise.step.forward import forward
+from phasewise.step.span import Span
+from phasewise.verbs.decode import Outcome
+from tests import uncached
+
+KINDS = ("eagle3", "eagle1", "mtp")
+
+
+def lane(folder: Path | str, model: Model) -> FeatureCompanion:
+    """The heads of a folder, or of another source, as the companion of a model."""
+    heads, key = feature_heads(model, KINDS, str(folder))
+    made, counters = FeatureModel(heads, model, key), Counters()
+    store = Store(kv_shapes(made), Raw(), ledger=Ledger(1 << 30), counters=counters)
+    companion = FeatureCompanion("lane", made, store, uncached.PLAIN, counters)
+    return companion.follow(Features("lane features", key, made.width, made.dtype, made.features))
+
+
+def noted(companion: FeatureCompanion, request: Request) -> None:
+    """Run the target over all tokens of a request but the last, and let its features be noted."""
+    model = companion.model.target
+    store = Store(kv_shapes(model), Raw(), ledger=Ledger(1 << 40), counters=Counters())
+    tokens = request.tokens[:-1]
+    request.kv = store.open(request, len(tokens))
+    span = Span(request, request.kv, uncached.PLAIN, tokens, range(len(tokens)))
+    hidden = forward(model, [span], Counters(), companion.model.layers_tapped)
+    companion.features.learn([span], hidden, [Outcome(len(tokens), [])])
+
+
+def near(got: Tensor, wanted: Tensor) -> None:
+    assert not torch.isnan(got).any()
+    there = wanted.isfinite()
+    torch.testing.assert_close(got[there], wanted[there], atol=2e-4, rtol=2e-4)
+    assert bool((got[~there] < -1e3).all()), "tokens outside the draft vocabulary are not likely"
