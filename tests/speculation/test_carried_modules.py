@@ -102,9 +102,7 @@ EXPERT = {"mtp.layers.0.mlp.experts.0.up_proj.weight": torch.ones(2, 2)}
         ("qwen", {"mtp.fc.weight": torch.ones(2, 2)}, r"input_proj.weight has shape \[2, 2\]"),
     ],
 )
-def test_the_model_runs_where_its_module_cannot(
-    names: str, more: dict[str, Tensor], said: str, tmp_path: Path
-) -> None:
+def test_the_model_runs_where_its_module_cannot(names: str, more: dict[str, Tensor], said: str, tmp_path: Path) -> None:
     path, _ = carrying(tmp_path, names, more)
     model = Model.load(path)
     with pytest.raises(UserError, match=said):
