@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,22 +18,36 @@ from phasewise.request.counters import Counters
 from phasewise.request.request import Request
 from phasewise.speculation.feature_model import FeatureModel
 from phasewise.speculation.features import FeatureCompanion, Features
+from phasewise.speculation.heads.dflash import DFlashHeads
 from phasewise.speculation.heads.layouts import feature_heads
+from phasewise.speculation.one_pass import MaskedBlock, MaskedTail, OnePassCompanion
 from phasewise.step.forward import forward
 from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome
 from tests import uncached
 
-KINDS = ("eagle3", "eagle1", "mtp")
+KINDS, ONE_PASS = ("eagle3", "eagle1", "mtp"), ("peagle", "dflash")
+C = TypeVar("C", bound=FeatureCompanion)
 
 
 def lane(folder: Path | str, model: Model) -> FeatureCompanion:
     """The heads of a folder, or of another source, as the companion of a model."""
-    heads, key = feature_heads(model, KINDS, str(folder))
+    return _lane(folder, model, KINDS, FeatureCompanion)
+
+
+def one_pass_lane(folder: Path | str, model: Model, guesses: int) -> OnePassCompanion:
+    """Heads that guess so many tokens in one pass, likewise."""
+    kind = MaskedBlock if isinstance(feature_heads(model, ONE_PASS, str(folder))[0], DFlashHeads) else MaskedTail
+    return _lane(folder, model, ONE_PASS, kind).guessing(guesses)
+
+
+def _lane(folder: Path | str, model: Model, kinds: Sequence[str], kind: type[C]) -> C:
+    heads, key = feature_heads(model, kinds, str(folder))
     made, counters = FeatureModel(heads, model, key), Counters()
     store = Store(kv_shapes(made), Raw(), ledger=Ledger(1 << 30), counters=counters)
-    companion = FeatureCompanion("lane", made, store, uncached.PLAIN, counters)
-    return companion.follow(Features("lane features", key, made.width, made.dtype, made.features))
+    companion = kind("lane", made, store, uncached.PLAIN, counters)
+    companion.follow(Features("lane features", key, made.width, made.dtype, made.features))
+    return companion
 
 
 def noted(companion: FeatureCompanion, request: Request) -> None:

@@ -113,6 +113,10 @@ class Backend:
     def grow(self, levels: Sequence[NewNodes]) -> Tensor:
         return torch.tensor([[float(token)] for level in levels for token in level.tokens])
 
+    def logits(self, x: Tensor) -> Tensor:
+        said: Tensor = self.model.head(x)
+        return said
+
 
 class Tight(TreeDrafter):
     """Trees of so many nodes, however many more their shape would have."""

@@ -172,7 +172,7 @@ WRONG: dict[str, tuple[Callable[[Path], Path], str]] = {
         "another model .0123456789",
     ),
     "an unknown kind": (
-        lambda at: changed(files.speculators(at, D), {"speculators_model_type": "dflash"}), "'dflash' is not supported"
+        lambda at: changed(files.speculators(at, D), {"speculators_model_type": "dspark"}), "'dspark' is not supported"
     ),
     "heads of another drafter": (
         lambda at: changed(files.speculators(at, D), {"speculators_model_type": "medusa"}), "--draft medusa:heads="

@@ -113,6 +113,15 @@ class Companion:
 
     def root(self, requests: Sequence[Request]) -> Tensor:
         """Rows of the last layer [n, d] after each request's text, below which `grow` may go on."""
+        return self._ends(self._ahead(requests))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Logits float32 [n, V] of what `root` or `grow` has given."""
+        return self.model.head(x)
+
+    def _ahead(self, requests: Sequence[Request]) -> list[Span]:
+        """A span of what is still to be computed of each request's text, its last token at least; once these have run,
+        all of it is computed."""
         spans = []
         for request in requests:
             text = self.text(request)
@@ -121,7 +130,7 @@ class Companion:
             shared = min(common(follower.tail, ahead), len(ahead) - 1)
             spans.append(self._span(request, follower, follower.base + shared, ahead[shared:]))
             follower.base, follower.tail = len(text) - 1, [*text[-1:]]
-        return self._ends(spans)
+        return spans
 
     def grow(self, levels: Sequence[NewNodes]) -> Tensor:
         """Rows of the last layer [all new nodes, d], request by request: one pass for a level of all trees. Each row
@@ -162,7 +171,7 @@ class Companion:
             end = min(start + most, len(text) - 1)
             spans.append(self._span(request, follower, start, text[start:end]))
             follower.base, follower.tail = end, []
-        self._committed(spans)
+        self._take_in(spans)
 
     def between(self, request: Request, start: int, stop: int) -> list[tuple[Tensor, Tensor]]:
         """Keys and values [H, r, D] of every layer, of tokens of its text that were computed here."""
@@ -194,6 +203,10 @@ class Companion:
         self.counters.draft_forwards += 1
         self.counters.draft_depth += model.depth
         return hidden
+
+    def _take_in(self, spans: Sequence[Span]) -> None:
+        """Keeps what rows are made of texts, which stay."""
+        self._committed(spans)
 
     def _committed(self, spans: Sequence[Span]) -> Hidden:
         hidden = self._forward(spans)

@@ -1,4 +1,4 @@
-"""Heads that read features, as a model of one layer: what a companion needs of one, and nothing else."""
+"""Heads that read features, as a model: what a companion needs of one, and nothing else."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from phasewise.step.phase import Hidden
 class FeatureModel(Model):
     """Loaded heads beside their target, which lends them its embeddings, its output head or both.
 
-    Rows enter as pairs [T, 2 d]: the embedding of a token, then the feature of the token before it. All attention is
-    the engine's own, over keys and values of one layer.
+    Rows enter as the heads make them: mostly as pairs [T, 2 d], the embedding of a token, then the feature of the token
+    before it. All attention is the engine's own, over keys and values of the heads' layers.
     """
 
     def __init__(self, heads: FeatureHeads, target: Model, key: str) -> None:
@@ -42,27 +42,30 @@ class FeatureModel(Model):
         states = [(hidden.x if i == last else hidden.taps[i - 1])[rows] for i in self.heads.taps]
         return self.heads.fuse(torch.cat(states, -1))
 
-    def pairs(self, tokens: Sequence[int], features: Tensor) -> Tensor:
-        """Tokens with the features [n, d] of those before them, as rows [n, 2 d]."""
+    def inputs(self, tokens: Sequence[int], features: Tensor) -> Tensor:
+        """Tokens with the features [n, d] of those before them, as rows that enter the first layer."""
+        return self.heads.inputs(self.embedded(tokens), features)
+
+    def embedded(self, tokens: Sequence[int]) -> Tensor:
+        """Embeddings [n, d] of tokens, the heads' own where they have some."""
         ids = torch.tensor(tokens, device=self.device)
         table = self.heads.embed_tokens
-        return torch.cat((self.target.embed(ids) if table is None else table(ids), features), -1)
+        rows: Tensor = self.target.embed(ids) if table is None else table(ids)
+        return rows
 
     # ---- what a step asks of a model
     def embed(self, tokens: Tensor) -> Tensor:
-        """Memory for rows [T, 2 d]: all of them are given."""
-        return torch.empty((len(tokens), 2 * self.config.hidden), dtype=self.dtype, device=self.device)
+        """Memory for rows that enter the first layer: all of them are given."""
+        return torch.empty((len(tokens), self.heads.row_width), dtype=self.dtype, device=self.device)
 
     def layer(self, i: int, x: Tensor, ctx: LayerContext, deltas: Deltas | None = None) -> Tensor:
-        """Pairs [T, 2 d] -> [T, d]."""
-        embedded, feature = x.chunk(2, -1)
+        """The rows of a layer for those that enter it, [T, ...] -> [T, d]."""
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             turned = ctx.rotary(0, torch.cat((q, k), 1))
-            return ctx.attend(0, turned[:, : q.shape[1]], turned[:, q.shape[1] :], v)
+            return ctx.attend(i, turned[:, : q.shape[1]], turned[:, q.shape[1] :], v)
 
-        out: Tensor = self.heads(embedded, feature, attend)
-        return out
+        return self.heads.layer(i, x, attend)
 
     def head(self, x: Tensor) -> Tensor:
         """[R, d] -> logits [R, V] float32, over the target's vocabulary."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -179,14 +179,17 @@ class FeatureCompanion(Companion):
     def _below(self, level: NewNodes) -> Span:
         span, outputs = super()._below(level), self._outputs[level.request.id]
         above = outputs[[parent + 1 for parent in level.parents]]
-        span.given = span.hidden = self.model.pairs(level.tokens, self.model.heads.passed_on(above))
+        span.given = span.hidden = self.model.inputs(level.tokens, self.model.heads.passed_on(above))
         return span
 
     def _span(self, request: Request, follower: SecondModelKV, start: int, tokens: Sequence[int]) -> Span:
         span = super()._span(request, follower, start, tokens)
         features = self.features.between(request, start, start + len(tokens))
-        span.given = span.hidden = self.model.pairs(tokens, features)
+        span.given = span.hidden = self.model.inputs(tokens, features)
         return span
+
+
+C = TypeVar("C", bound=FeatureCompanion)
 
 
 class FeatureDrafter(TreeDrafter):
@@ -209,10 +212,15 @@ class FeatureDrafter(TreeDrafter):
             self.companion.forget(request)
 
 
+def follower(host: Host, name: str, model: FeatureModel, kind: type[C]) -> C:
+    """The companion of a kind that follows requests with a feature model, under the name of its drafter."""
+    companion = host.companion(name, model, kind)
+    assert isinstance(companion, kind)
+    host.taps |= model.layers_tapped
+    companion.follow(Features(f"{name} features", model.key, model.width, model.dtype, model.features))
+    return companion
+
+
 def feature_drafter(host: Host, name: str, model: FeatureModel, shape: TreeShape, chunk: int) -> FeatureDrafter:
     """Makes the runtime of a drafter called `name` whose guesses are a feature model's."""
-    companion = host.companion(name, model, FeatureCompanion)
-    assert isinstance(companion, FeatureCompanion)
-    host.taps |= model.layers_tapped
-    features = Features(f"{name} features", model.key, model.width, model.dtype, model.features)
-    return FeatureDrafter(host, companion.follow(features), shape, chunk)
+    return FeatureDrafter(host, follower(host, name, model, FeatureCompanion), shape, chunk)

@@ -86,6 +86,10 @@ class Tails:
         below = [(each.request, each.tokens, [parent + 1 for parent in each.parents]) for each in levels]
         return self._run([self._below(*each) for each in below])
 
+    def logits(self, x: Tensor) -> Tensor:
+        """Logits float32 [n, V] of what `root` or `grow` has given."""
+        return self.model.head(x)
+
     def _below(self, request: Request, tokens: Sequence[int], parents: Sequence[int]) -> Span:
         rows = self._rows.setdefault(request.id, DraftRows())
         first = len(rows)

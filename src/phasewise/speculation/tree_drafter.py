@@ -134,6 +134,8 @@ class DraftBackend(Protocol):
 
     def grow(self, levels: Sequence[NewNodes]) -> Tensor: ...
 
+    def logits(self, x: Tensor) -> Tensor: ...
+
 
 class TreeDrafter(Drafter):
     """The runtime of drafters that grow trees of a second model. The first `chunk` tokens of a prompt that it has still
@@ -233,7 +235,7 @@ class TreeDrafter(Drafter):
         in order."""
         contexts = [Context(tree.request, tree.draft.path(node)) for tree, nodes in asked for node in nodes]
         chosen = [row for row, context in enumerate(contexts) if context.request.params.greedy]
-        logits = self.companion.model.head(x)
+        logits = self.companion.logits(x)
         plain = logits[chosen].softmax(-1) if chosen else logits
         dist = self.host.sample(logits, contexts)
         for tree, _ in asked:

@@ -11,6 +11,7 @@ from phasewise.speculation.feature_model import FeatureModel
 from phasewise.speculation.features import FeatureDrafter, feature_drafter
 from phasewise.speculation.heads.folder import AUTO
 from phasewise.speculation.heads.layouts import feature_heads
+from phasewise.speculation.one_pass import one_pass_drafter
 from phasewise.verbs.host import Host
 from phasewise.verbs.method import Method
 from phasewise.verbs.traits import Traits
@@ -47,4 +48,5 @@ class FeatureTree(Method):
 
     def bind(self, host: Host) -> FeatureDrafter:
         heads, key = feature_heads(host.model, self.kinds, self.heads)
-        return feature_drafter(host, self.name, FeatureModel(heads, host.model, key), self.shape, self.chunk)
+        make = one_pass_drafter if heads.masks else feature_drafter
+        return make(host, self.name, FeatureModel(heads, host.model, key), self.shape, self.chunk)

@@ -46,10 +46,16 @@ class BlockAttention(nn.Module):
         self.q_norm = BlockNorm(config.head_dim, config.eps) if config.qk_norm == "head" else None
         self.k_norm = BlockNorm(config.head_dim, config.eps) if config.qk_norm == "head" else None
 
+    def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys, not rotated yet, and values [..., H, D] of rows x [..., inputs]."""
+        k, v = (each(x).unflatten(-1, (-1, self.dim)) for each in (self.k_proj, self.v_proj))
+        return (k if self.k_norm is None else self.k_norm(k)), v
+
     def forward(self, x: Tensor, attend: AttendRows) -> Tensor:
-        q, k, v = (each(x).unflatten(-1, (-1, self.dim)) for each in (self.q_proj, self.k_proj, self.v_proj))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q = self.q_proj(x).unflatten(-1, (-1, self.dim))
+        k, v = self.keys_values(x)
+        if self.q_norm is not None:
+            q = self.q_norm(q)
         read: Tensor = self.o_proj(attend(q, k, v).flatten(-2))
         return read
 
@@ -85,8 +91,22 @@ class Block(nn.Module):
         return out
 
 
+class NormedBlock(Block):
+    """A decoder layer as models have it: attention reads its rows after a norm, [..., d] -> [..., d]."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config, config.hidden)
+        self.input_layernorm = BlockNorm(config.hidden, config.eps)
+
+    def forward(self, x: Tensor, attend: AttendRows) -> Tensor:
+        return self.run(self.input_layernorm(x), x, attend)
+
+
 class FeatureHeads(nn.Module):
-    """Heads that foretell tokens one after another from features of the target model and the tokens between.
+    """Heads that foretell tokens from features of the target model and the tokens between.
+
+    One token after another, each reading the one before; or, where `masks` are, all in one pass: the rows of tokens not
+    yet guessed are masks then.
 
     `taps`: the states a feature is made of, by layer as published: i is the residual stream that enters layer i, and
     the number of layers is what leaves the last one. None: the target's last state, after its final norm.
@@ -96,12 +116,14 @@ class FeatureHeads(nn.Module):
     kind: ClassVar[str]
     taps: tuple[int, ...] = ()
     feature_width: int
+    row_width: int  # of a row that enters the first layer
+    masks: int = 0  # the most masks in a pass; 0: one guess a pass
     steps: int = 5  # guesses in a row that they were trained for
     d2t: Tensor | None  # int64 [draft vocabulary]: what is added to a draft token's number to get the target's
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.config, self.feature_width = config, config.hidden
+        self.config, self.feature_width, self.row_width = config, config.hidden, 2 * config.hidden
         self.embed_tokens: nn.Module | None = None
         self.lm_head: nn.Module | None = None
         self.register_buffer("d2t", None)
@@ -112,8 +134,19 @@ class FeatureHeads(nn.Module):
         raise NotImplementedError
 
     def forward(self, embedded: Tensor, feature: Tensor, attend: AttendRows) -> Tensor:
-        """Pairs of embeddings and features [..., d] each -> outputs [..., d] of the block."""
+        """Pairs of embeddings and features [..., d] each -> outputs [..., d] of the first layer."""
         raise NotImplementedError
+
+    def inputs(self, embedded: Tensor, feature: Tensor) -> Tensor:
+        """The rows [..., row_width] that embeddings [..., d], and the features [..., d] of the tokens before, enter
+        as."""
+        return torch.cat((embedded, feature), -1)
+
+    def layer(self, i: int, x: Tensor, attend: AttendRows) -> Tensor:
+        """Rows x after layer i, [..., d]."""
+        embedded, feature = x.chunk(2, -1)
+        out: Tensor = self(embedded, feature, attend)
+        return out
 
     def fuse(self, states: Tensor) -> Tensor:
         """The feature [..., d] of the states of all taps, [..., taps * target's d]."""

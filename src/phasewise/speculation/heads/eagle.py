@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from phasewise.model.config import ModelConfig
-from phasewise.speculation.heads.block import AttendRows, Block, BlockNorm, FeatureHeads
+from phasewise.speculation.heads.block import AttendRows, Block, BlockNorm, FeatureHeads, NormedBlock
 
 
 class Eagle1(FeatureHeads):
@@ -41,6 +41,9 @@ class Eagle1(FeatureHeads):
         return self.block.run(x, x, attend)
 
 
+MOST_MASKS = 63  # in a pass of heads that guess any number of tokens
+
+
 @dataclass(frozen=True)
 class Eagle3Options:
     """What EAGLE-3 checkpoints differ in, by the names of `speculators`' config.
@@ -48,6 +51,7 @@ class Eagle3Options:
     `aux`: the layers that are tapped, and `target_hidden` the width of what they give. `norm_before_residual`: the
     residual is the normed feature. `norm_before_fc`: one norm over all states of the taps, before they are fused;
     `fc_norm`: one for each of them. `norm_output`: the feature of a guess is its output after the final norm.
+    `mask`: the token that stands for one not yet guessed, in heads that guess several in one pass; None: in others.
     """
 
     aux: tuple[int, ...]
@@ -58,6 +62,7 @@ class Eagle3Options:
     fc_norm: bool = False
     norm_output: bool = False
     embeddings: bool = False
+    mask: int | None = None
 
 
 class Eagle3Block(Block):
@@ -77,8 +82,8 @@ class Eagle3Block(Block):
 
 
 class Eagle3(FeatureHeads):
-    """EAGLE-3: states of several layers are fused to a feature; the block's output is passed on as it is; an output
-    head of its own foretells tokens of a draft vocabulary."""
+    """EAGLE-3: states of several layers are fused to a feature; the last layer's output is passed on as it is; an
+    output head of its own foretells tokens of a draft vocabulary. Layers after the first are a model's."""
 
     kind: ClassVar[str] = "eagle3"
 
@@ -90,7 +95,8 @@ class Eagle3(FeatureHeads):
         self.input_norm = BlockNorm(count * options.target_hidden, config.eps) if options.norm_before_fc else None
         each = (BlockNorm(options.target_hidden, config.eps) for _ in range(count))
         self.fc_norm = nn.ModuleList(each) if options.fc_norm else None
-        self.layers = nn.ModuleList([Eagle3Block(config, options.norm_before_residual)])
+        later = (NormedBlock(config) for _ in range(config.layers - 1))
+        self.layers = nn.ModuleList([Eagle3Block(config, options.norm_before_residual), *later])
         self.norm = BlockNorm(d, config.eps)
         self.lm_head = nn.Linear(d, options.draft_vocab, bias=False)
         if options.embeddings:
@@ -115,9 +121,34 @@ class Eagle3(FeatureHeads):
         out: Tensor = self.block(embedded, feature, attend)
         return out
 
+    def layer(self, i: int, x: Tensor, attend: AttendRows) -> Tensor:
+        if not i:
+            return super().layer(i, x, attend)
+        out: Tensor = self.layers[i](x, attend)
+        return out
+
     def passed_on(self, output: Tensor) -> Tensor:
         return self.norm(output) if self.options.norm_output else output
 
     def final(self, output: Tensor) -> Tensor:
         normed: Tensor = self.norm(output)
         return normed
+
+
+class PEagle(Eagle3):
+    """P-EAGLE: EAGLE-3's heads, trained to guess several tokens in one pass (arXiv 2602.01469).
+
+    Behind the last pair stand rows of the mask token's embedding with a learned feature, `mask_hidden` [1, 1, taps *
+    target's d], fused as states are. Row j of them foretells the token j + 1 places after the last pair's guess.
+    """
+
+    kind: ClassVar[str] = "peagle"
+    masks = MOST_MASKS
+
+    def __init__(self, config: ModelConfig, options: Eagle3Options) -> None:
+        super().__init__(config, options)
+        self.mask_hidden = nn.Parameter(torch.zeros(1, 1, len(options.aux) * options.target_hidden))
+
+    def masked_feature(self) -> Tensor:
+        """The feature [d] of a mask."""
+        return self.fuse(self.mask_hidden[0, 0])

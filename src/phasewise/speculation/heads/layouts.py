@@ -1,7 +1,8 @@
 """Layouts of published heads: which kind a folder holds, and how its names and settings are read and written.
 
-Three layouts are read. EAGLE's own (github.com/SafeAILab/EAGLE) has a Llama's config.json; its EAGLE-3 heads call their
-layer `midlayer`. vLLM's `speculators` (github.com/vllm-project/speculators) names the kind `speculators_model_type` and
+Four layouts are read. EAGLE's own (github.com/SafeAILab/EAGLE) has a Llama's config.json; its EAGLE-3 heads call their
+layer `midlayer`. DFlash's own (github.com/z-lab/dflash) has a Qwen 3's config.json with `dflash_config`. A checkpoint
+may carry a module itself (`model/modules.py`). vLLM's `speculators` (github.com/vllm-project/speculators) names the kind `speculators_model_type` and
 keeps the block's settings in `transformer_layer_config`. What phasewise writes is the latter, so that others can load
 it.
 """
@@ -24,7 +25,8 @@ from phasewise.model.modules import module_count, module_tensors
 from phasewise.model.parse import parse_config
 from phasewise.model.raw import RawConfig
 from phasewise.speculation.heads.block import FeatureHeads
-from phasewise.speculation.heads.eagle import Eagle1, Eagle3, Eagle3Options
+from phasewise.speculation.heads.dflash import DFlashHeads, DFlashOptions
+from phasewise.speculation.heads.eagle import Eagle1, Eagle3, Eagle3Options, PEagle
 from phasewise.speculation.heads.folder import (
     AUTO,
     CONFIG,
@@ -42,7 +44,10 @@ T = TypeVar("T", bound=FeatureHeads)
 SAID = "speculators_model_type"
 LAYER = "transformer_layer_config"
 # kinds that a folder may hold, and the drafter that reads them
-DRAFTERS = {"eagle1": "eagle", "eagle3": "eagle", "medusa": "medusa", "mtp": "mtp", "hydra": "hydra"}
+DRAFTERS = {
+    "eagle1": "eagle", "eagle3": "eagle", "peagle": "eagle", "dflash": "dflash", "medusa": "medusa", "mtp": "mtp",
+    "hydra": "hydra",
+}  # fmt: skip
 # what a block's settings leave out where they are as transformers has them
 USUAL: dict[str, dict[str, Any]] = {
     "llama": {
@@ -54,9 +59,12 @@ USUAL: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 32, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 32768,
     },
 }  # fmt: skip
+SINGLE = ("eagle1", "mtp")  # kinds of one layer
 OFTEN = ("rotary_emb.inv_freq",)  # endings of tensors that follow from the settings
 UNREAD = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")  # for training; `t2d` is checked
+USUAL_BLOCK, DFLASH_LAYERS = 8, 2  # of DFlash's heads that are made here: a token and seven masks
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
+MASKS = ("mask_token_id", "ptd_token_id", "pard_token")  # settings that name the token of a mask
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
@@ -70,6 +78,10 @@ def kind_of(stored: StoredHeads) -> str:
             raise UserError(f"{stored.path / CONFIG}: {SAID}={said!r} is not supported. {near(str(said), DRAFTERS)}")
         return str(said)
     names = str(config.get("architectures"))
+    if "dflash_config" in config or "DFlash" in names:
+        return "dflash"
+    if "mask_hidden" in tensors:
+        return "peagle"
     if "Eagle3" in names or "draft_vocab_size" in config or any(name.startswith("midlayer.") for name in tensors):
         return "eagle3"
     if module_tensors(tensors) or "eh_proj.weight" in tensors:
@@ -121,12 +133,18 @@ def load(stored: StoredHeads, model: Model, kind: str) -> FeatureHeads:
     _same_base(stored, model, kind)
     config = block_config(stored, model)
     tensors = _named(stored)
+    if config.layers != 1 and kind in SINGLE:
+        raise UserError(f"{stored.path / CONFIG}: num_hidden_layers={config.layers}: heads of kind {kind} have one")
+    if kind == "dflash":
+        return _filled(_dflash(stored, config, tensors, model), tensors, stored)
     if kind == "mtp":
         if config.hidden != model.config.hidden:
             raise _other_width(stored, f"hidden_size={config.hidden}", model)
         return _filled(_on_paper(lambda: MTP(config)), own_tensors(tensors), stored)
-    if kind == "eagle3":
-        return _filled(_eagle3(stored, config, tensors, model), tensors, stored)
+    if kind in ("eagle3", "peagle"):
+        if (mask := tensors.get("mask_hidden")) is not None:
+            tensors["mask_hidden"] = mask.reshape(1, 1, -1)  # files have one, two or three dimensions
+        return _filled(_eagle3(stored, config, tensors, model, kind), tensors, stored)
     made = _on_paper(lambda: Eagle1(config, bias="fc.bias" in tensors, embeddings="embed_tokens.weight" in tensors))
     if config.hidden != model.config.hidden:
         raise _other_width(stored, f"hidden_size={config.hidden}", model)
@@ -134,7 +152,7 @@ def load(stored: StoredHeads, model: Model, kind: str) -> FeatureHeads:
 
 
 def block_config(stored: StoredHeads, model: Model) -> ModelConfig:
-    """The architecture of the block, with the target's vocabulary. Raises UserError for what is not supported."""
+    """The architecture of the layers, with the target's vocabulary. Raises UserError for what is not supported."""
     values = dict(stored.config)
     if LAYER in values:
         nested = values[LAYER]
@@ -147,8 +165,6 @@ def block_config(stored: StoredHeads, model: Model) -> ModelConfig:
     values.setdefault("max_position_embeddings", model.config.max_positions)
     values["architectures"] = []
     config = parse_config(RawConfig(values, stored.path / CONFIG))
-    if config.layers != 1:
-        raise UserError(f"{stored.path / CONFIG}: num_hidden_layers={config.layers}: only one is supported")
     if config.moe[0] is not None or config.norm_offset or config.qk_norm == "full" or config.rope_of[0] is None:
         raise UserError(
             f"{stored.path / CONFIG}: a block of model_type {config.family!r} is not supported, one of a Llama or a "
@@ -162,7 +178,9 @@ def block_config(stored: StoredHeads, model: Model) -> ModelConfig:
     return config
 
 
-def _eagle3(stored: StoredHeads, config: ModelConfig, tensors: Mapping[str, Tensor], model: Model) -> Eagle3:
+def _eagle3(
+    stored: StoredHeads, config: ModelConfig, tensors: Mapping[str, Tensor], model: Model, kind: str
+) -> Eagle3:
     said = stored.config
     own = "embed_tokens.weight" in tensors
     wide = said.get("target_hidden_size") or (model.config.hidden if own else config.hidden)
@@ -181,14 +199,70 @@ def _eagle3(stored: StoredHeads, config: ModelConfig, tensors: Mapping[str, Tens
             f"{wide} give {len(aux) * wide}: these heads are of another width, or eagle_aux_hidden_state_layer_ids "
             "names too few layers or too many"
         )
-    draft = said.get("draft_vocab_size") or config.vocab
+    draft = _draft_vocabulary(stored, config, tensors)
+    flags = {flag: bool(said.get(flag, False)) for flag in FLAGS}
+    masked = kind == "peagle"
+    mask = _mask(stored, config, said) if masked else None
+    options = Eagle3Options(aux, wide, draft, embeddings=own, mask=mask, **flags)
+    return _on_paper(lambda: (PEagle if masked else Eagle3)(config, options))
+
+
+def _dflash(stored: StoredHeads, config: ModelConfig, tensors: Mapping[str, Tensor], model: Model) -> DFlashHeads:
+    said, inner = stored.config, stored.config.get("dflash_config", {})
+    where = stored.path / CONFIG
+    if not isinstance(inner, dict):
+        raise UserError(f"{where}: dflash_config must be an object, got {inner!r}")
+    if config.hidden != model.config.hidden:
+        raise _other_width(stored, f"hidden_size={config.hidden}", model)
+    layers = said.get("num_target_layers", model.config.layers)
+    if layers != model.config.layers:
+        raise UserError(f"{stored.path}: these heads are for a model of {layers} layers (num_target_layers), the one in "
+                        f"{model.files.path} has {model.config.layers}: give heads made for this model")  # fmt: skip
+    if said.get("sample_from_anchor"):
+        raise UserError(f"{where}: sample_from_anchor is not supported, where the first guess has no mask")
+    if "sliding_attention" in (said.get(LAYER, said).get("layer_types") or ()):
+        raise UserError(f"{where}: layers with a sliding window (layer_types) are not supported in DFlash's heads")
+    aux = _dflash_taps(stored, inner, model.config.layers)
+    block = said.get("block_size", inner.get("block_size"))
+    if not isinstance(block, int) or block < 2:
+        raise UserError(f"{where}: block_size={block!r} must be a whole number of at least 2: a token and masks")
+    draft = _draft_vocabulary(stored, config, tensors) if "lm_head.weight" in tensors else config.vocab
+    options = DFlashOptions(
+        aux, block, _mask(stored, config, inner | said), draft, embeddings="embed_tokens.weight" in tensors,
+        head="lm_head.weight" in tensors,
+    )  # fmt: skip
+    return _on_paper(lambda: DFlashHeads(config, options))
+
+
+def _dflash_taps(stored: StoredHeads, inner: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    """The layers whose input features are made of. DFlash's own files number layers by their output, which is the input
+    of the next. Raises UserError for such as the model has not."""
+    key, said, least = "aux_hidden_state_layer_ids", stored.config.get("aux_hidden_state_layer_ids"), 1
+    if said is None:
+        key, said, least = "dflash_config.target_layer_ids", inner.get("target_layer_ids"), 0
+    most = layers - 1 + least
+    if not isinstance(said, list) or not said or not all(isinstance(i, int) and least <= i <= most for i in said):
+        raise UserError(f"{stored.path / CONFIG}: {key}={said!r}, and the model has {layers} layers: each must be from "
+                        f"{least} to {most}")  # fmt: skip
+    return tuple(i + 1 - least for i in said)
+
+
+def _mask(stored: StoredHeads, config: ModelConfig, said: Mapping[str, Any]) -> int:
+    """The token that masks are embedded as. Raises UserError where none is named, or one that is no token."""
+    mask = next((said[name] for name in MASKS if said.get(name) is not None), None)
+    if isinstance(mask, bool) or not isinstance(mask, int) or not 0 <= mask < config.vocab:
+        raise UserError(f"{stored.path / CONFIG}: mask_token_id={mask!r} must be a token from 0 to {config.vocab - 1}")
+    return mask
+
+
+def _draft_vocabulary(stored: StoredHeads, config: ModelConfig, tensors: Mapping[str, Tensor]) -> int:
+    """The number of tokens that an output head of the heads' own foretells. Raises UserError."""
+    draft = stored.config.get("draft_vocab_size") or config.vocab
     if not isinstance(draft, int) or not 0 < draft <= config.vocab:
         raise UserError(f"{stored.path / CONFIG}: draft_vocab_size={draft!r} must be from 1 to {config.vocab}")
-    flags = {flag: bool(said.get(flag, False)) for flag in FLAGS}
-    options = Eagle3Options(aux, wide, draft, embeddings=own, **flags)
     if draft != config.vocab:
         _check_vocabulary(stored, tensors, draft, config.vocab)
-    return _on_paper(lambda: Eagle3(config, options))
+    return draft
 
 
 def taps_of(stored: StoredHeads, layers: int) -> tuple[int, ...]:
@@ -324,7 +398,19 @@ def untrained(kind: str, model: Model, *, narrow: bool = False, draft_vocab: int
         return Eagle1(config)
     if kind == "mtp":
         return MTP(config)
+    if kind == "dflash":
+        options = DFlashOptions(usual_taps(its.layers), USUAL_BLOCK, its.vocab - 1, its.vocab)
+        return DFlashHeads(replace(several(config, DFLASH_LAYERS), qk_norm="head"), options)
+    if kind == "peagle":
+        return PEagle(config, Eagle3Options(usual_taps(its.layers), its.hidden, its.vocab, mask=its.vocab - 1))
     return Eagle3(config, Eagle3Options(usual_taps(its.layers), its.hidden, draft_vocab or its.vocab))
+
+
+def several(config: ModelConfig, layers: int) -> ModelConfig:
+    """The same with so many layers as the first."""
+    return replace(
+        config, layers=layers, attention=config.attention[:1] * layers, moe=(None,) * layers, rope_of=(0,) * layers
+    )
 
 
 # ---- writing
@@ -334,7 +420,7 @@ def settings_of(heads: FeatureHeads, model: Model, tokens: int) -> dict[str, Any
     layer = {
         "model_type": "qwen3" if config.qk_norm else "llama", "hidden_size": config.hidden,
         "intermediate_size": config.intermediate, "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads, "head_dim": config.head_dim, "num_hidden_layers": 1,
+        "num_key_value_heads": config.kv_heads, "head_dim": config.head_dim, "num_hidden_layers": config.layers,
         "vocab_size": config.vocab, "max_position_embeddings": config.max_positions, "rms_norm_eps": config.eps,
         "hidden_act": config.activation, "attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias,
         "tie_word_embeddings": False,
@@ -356,6 +442,14 @@ def settings_of(heads: FeatureHeads, model: Model, tokens: int) -> dict[str, Any
             "target_hidden_size": its.target_hidden, "eagle_aux_hidden_state_layer_ids": list(its.aux),
         }  # fmt: skip
         made |= {flag: getattr(its, flag) for flag in FLAGS}
+        if its.mask is not None:
+            made |= {"architectures": ["PEagleSpeculator"], "mask_token_id": its.mask}
+    if isinstance(heads, DFlashHeads):
+        own = heads.options
+        made |= {
+            "architectures": ["DFlashSpeculator"], "draft_vocab_size": own.draft_vocab, "block_size": own.block,
+            "aux_hidden_state_layer_ids": list(own.aux), "mask_token_id": own.mask, "sample_from_anchor": False,
+        }  # fmt: skip
     return made
 
 
