@@ -121,7 +121,8 @@ class MaskedBlock(OnePassCompanion):
         heads, device = self.model.heads, self.model.device
         assert isinstance(heads, DFlashHeads)
         features = torch.cat([span.given for span in spans if span.given is not None])
-        rotary = self.model.rotary(torch.tensor([at for span in spans for at in span.positions], device=device))
+        positions = [at for span in spans for at in span.positions]
+        rotary = self.model.rotary(torch.tensor(positions, device=device), 1 + max(positions))
         for i in range(self.model.config.layers):
             k, v = heads.keys_values(i, features)
             k, v, start = rotary(0, k).transpose(0, 1), v.transpose(0, 1), 0  # [H, T, D]
