@@ -17,7 +17,7 @@ from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.speculation.heads.layouts import feature_heads
 from tests import tiny
-from tests.draft.fitted import N, PROMPTS
+from tests.draft.fitted import PROMPTS, N
 from tests.draft.test_eagle import Watch, serve
 from tests.laws.scenario import preempt
 from tests.speculation import one_pass_files as files

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from tests import oracle, tiny
-from tests.speculation.eagle_files import HEADS, block, matrices, normed, save, settings, speculators, vocabulary
+from tests.speculation.eagle_files import block, matrices, normed, save, settings, speculators, vocabulary
 
 MASK = 62
 DIM = 16  # of a head in a Qwen 3's layers
@@ -28,7 +28,8 @@ def peagle(path: Path, d: int, *, names: str = "speculators", layers: int = 2, d
     folder = speculators(path, d, draft=draft)
     tensors = load_file(folder / "model.safetensors") | matrices(11, mask_hidden=(1, 1, 3 * d))
     for i in range(1, layers):
-        tensors |= block(20 + i, f"layers.{i}", d, d) | matrices(30 + i, **{f"layers__{i}__input_layernorm__weight": (d,)})
+        tensors |= block(20 + i, f"layers.{i}", d, d)
+        tensors |= matrices(30 + i, **{f"layers__{i}__input_layernorm__weight": (d,)})
     config = json.loads((folder / "config.json").read_text())
     if names == "speculators":
         config |= {"speculators_model_type": "peagle", "mask_token_id": MASK, "architectures": ["PEagleSpeculator"]}
@@ -74,9 +75,11 @@ def dflash(
 class PlainPass:
     """The heads of a folder beside the target of another: one pass over a text and masks, without a cache."""
 
-    def __init__(self, folder: Path, target: Path) -> None:
+    def __init__(self, folder: Path, target: Path, mask: int = MASK) -> None:
+        self.mask = mask
         self.target, self.config = target, json.loads((folder / "config.json").read_text())
         self.layer = self.config.get("transformer_layer_config", self.config)
+        self.theta, self.heads = self.layer["rope_theta"], self.layer["num_attention_heads"]
         held = load_file(folder / "model.safetensors")
         self.w = {name.replace("midlayer.", "layers.0."): t.float() if t.is_floating_point() else t
                   for name, t in held.items()}  # fmt: skip
@@ -104,7 +107,7 @@ class PlainPass:
         wide = torch.cat([states[i] for i in aux], -1)
         wide = torch.cat((wide, w["mask_hidden"].view(1, -1).expand(guesses - 1, -1)))
         features = wide @ w["fc.weight"].T
-        embedded = self.embeddings[[*text[1:], *[MASK] * (guesses - 1)]]
+        embedded = self.embeddings[[*text[1:], *[self.mask] * (guesses - 1)]]
         parts = (
             normed(embedded, w[at + "input_layernorm.weight"]),
             normed(features, w[at + "hidden_norm.weight"]),
@@ -125,7 +128,7 @@ class PlainPass:
         states = oracle.states(self.target, text[:-1])
         features = torch.cat([states[i] for i in aux], -1) @ w["fc.weight"].T
         features = normed(features, w["hidden_norm.weight"])
-        x = self.embeddings[[text[-1], *[MASK] * guesses]]
+        x = self.embeddings[[text[-1], *[self.mask] * guesses]]
         everything = torch.ones(1 + guesses, n + 1 + guesses, dtype=torch.bool)
         for i in range(self.layer["num_hidden_layers"]):
             h = normed(x, w[f"layers.{i}.input_layernorm.weight"])
@@ -147,19 +150,19 @@ class PlainPass:
         """Rows x at some places read rows y at others, as far as they see them."""
         at = f"layers.{i}.self_attn."
         w = {name: self.w[f"{at}{name}_proj.weight"] for name in "qkvo"}
-        dim = w["q"].shape[0] // HEADS
+        dim = w["q"].shape[0] // self.heads
         q, k, v = ((rows @ w[name].T).view(len(rows), -1, dim) for name, rows in (("q", x), ("k", y), ("v", y)))
         if f"{at}q_norm.weight" in self.w:
             q, k = normed(q, self.w[f"{at}q_norm.weight"]), normed(k, self.w[f"{at}k_norm.weight"])
 
         def turned(each: Tensor, where: Sequence[int]) -> Tensor:
-            rates = self.layer["rope_theta"] ** (torch.arange(0, dim, 2) / dim)
+            rates = self.theta ** (torch.arange(0, dim, 2) / dim)
             angles = torch.tensor(list(where))[:, None, None] / rates
             a, b = each.chunk(2, -1)
             return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
 
-        q, k = turned(q, places), turned(k, others).repeat_interleave(HEADS // k.shape[1], 1)
-        v = v.repeat_interleave(HEADS // v.shape[1], 1)
+        q, k = turned(q, places), turned(k, others).repeat_interleave(self.heads // k.shape[1], 1)
+        v = v.repeat_interleave(self.heads // v.shape[1], 1)
         scores = torch.einsum("qhd,khd->hqk", q, k) / dim**0.5
         weights = scores.masked_fill(~sees, float("-inf")).softmax(-1)
         return torch.einsum("hqk,khd->qhd", weights, v).flatten(1) @ w["o"].T

@@ -19,9 +19,10 @@ class Eagle(FeatureTree):
     `heads`: `auto`, which is those that lie beside the model or are shipped for it; a folder, in EAGLE's own layout or
     in that of vLLM's `speculators`; or `random:SEED`.
 
-    The tree is EAGLE-2's (arXiv 2406.16858). A level is one pass (P-EAGLE's tree takes one for all): the `width` likeliest nodes of it are followed up,
-    and each offers `width` tokens; a node is as likely as all guesses down to it together. Of all that was offered the
-    `nodes` likeliest are proposed, at most `depth` in a row. `width=1` is a chain.
+    The tree is EAGLE-2's (arXiv 2406.16858). A level is one pass, but for P-EAGLE's heads, where one makes all levels:
+    the `width` likeliest nodes of it are followed up, and each offers `width` tokens; a node is as likely as all
+    guesses down to it together. Of all that was offered the `nodes` likeliest are proposed, at most `depth` in a row.
+    `width=1` is a chain.
 
     Guesses are chosen, not drawn. Where a request samples, the token that the model would draw by the heads'
     probabilities takes the place of the likeliest. Left out: a budget of nodes measured on the machine

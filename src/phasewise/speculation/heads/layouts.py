@@ -2,9 +2,9 @@
 
 Four layouts are read. EAGLE's own (github.com/SafeAILab/EAGLE) has a Llama's config.json; its EAGLE-3 heads call their
 layer `midlayer`. DFlash's own (github.com/z-lab/dflash) has a Qwen 3's config.json with `dflash_config`. A checkpoint
-may carry a module itself (`model/modules.py`). vLLM's `speculators` (github.com/vllm-project/speculators) names the kind `speculators_model_type` and
-keeps the block's settings in `transformer_layer_config`. What phasewise writes is the latter, so that others can load
-it.
+may carry a module itself (`model/modules.py`). vLLM's `speculators` (github.com/vllm-project/speculators) names the
+kind `speculators_model_type` and keeps the settings of layers in `transformer_layer_config`. What phasewise writes is
+the latter, so that others can load it.
 """
 
 from __future__ import annotations
@@ -178,9 +178,7 @@ def block_config(stored: StoredHeads, model: Model) -> ModelConfig:
     return config
 
 
-def _eagle3(
-    stored: StoredHeads, config: ModelConfig, tensors: Mapping[str, Tensor], model: Model, kind: str
-) -> Eagle3:
+def _eagle3(stored: StoredHeads, config: ModelConfig, tensors: Mapping[str, Tensor], model: Model, kind: str) -> Eagle3:
     said = stored.config
     own = "embed_tokens.weight" in tensors
     wide = said.get("target_hidden_size") or (model.config.hidden if own else config.hidden)
@@ -216,8 +214,8 @@ def _dflash(stored: StoredHeads, config: ModelConfig, tensors: Mapping[str, Tens
         raise _other_width(stored, f"hidden_size={config.hidden}", model)
     layers = said.get("num_target_layers", model.config.layers)
     if layers != model.config.layers:
-        raise UserError(f"{stored.path}: these heads are for a model of {layers} layers (num_target_layers), the one in "
-                        f"{model.files.path} has {model.config.layers}: give heads made for this model")  # fmt: skip
+        raise UserError(f"{stored.path}: these heads are for a model of {layers} layers (num_target_layers), the one "
+                        f"in {model.files.path} has {model.config.layers}: give heads made for this model")  # fmt: skip
     if said.get("sample_from_anchor"):
         raise UserError(f"{where}: sample_from_anchor is not supported, where the first guess has no mask")
     if "sliding_attention" in (said.get(LAYER, said).get("layer_types") or ()):
@@ -383,9 +381,10 @@ def random_heads(kind: str, model: Model, seed: int) -> FeatureHeads:
     return made
 
 
-def untrained(kind: str, model: Model, *, narrow: bool = False, draft_vocab: int = 0) -> FeatureHeads:
+def untrained(kind: str, model: Model, *, narrow: bool = False, draft_vocab: int = 0, guesses: int = 0) -> FeatureHeads:
     """Heads of the usual shape for a model: a plain Llama's block of its widths. `narrow`: with one key head and an MLP
-    half as wide as the model. `draft_vocab`: tokens that an EAGLE-3 head knows; 0: all."""
+    half as wide as the model. `draft_vocab`: tokens that an EAGLE-3 head knows; 0: all. `guesses`: those of a pass of
+    DFlash's heads; 0: as many as usual."""
     its = model.config
     config = replace(
         its, family="llama", layers=1, attention=(replace(its.attention[0], window=None, softcap=None),), moe=(None,),
@@ -399,7 +398,8 @@ def untrained(kind: str, model: Model, *, narrow: bool = False, draft_vocab: int
     if kind == "mtp":
         return MTP(config)
     if kind == "dflash":
-        options = DFlashOptions(usual_taps(its.layers), USUAL_BLOCK, its.vocab - 1, its.vocab)
+        block = 1 + guesses if guesses else USUAL_BLOCK
+        options = DFlashOptions(usual_taps(its.layers), block, its.vocab - 1, its.vocab)
         return DFlashHeads(replace(several(config, DFLASH_LAYERS), qk_norm="head"), options)
     if kind == "peagle":
         return PEagle(config, Eagle3Options(usual_taps(its.layers), its.hidden, its.vocab, mask=its.vocab - 1))

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from phasewise.errors import UserError, near
+from phasewise.train.heads.dflash import DFlashKind
 from phasewise.train.heads.feature import FeatureKind
 from phasewise.train.heads.last_state import HydraKind, MedusaKind
 from phasewise.train.heads.target import FrozenTarget, SeenBlock
@@ -51,6 +52,7 @@ class HeadsKind(Protocol):
 
 
 KINDS: dict[str, HeadsKind] = {
+    "dflash": DFlashKind(),
     "eagle1": FeatureKind("eagle1"),
     "eagle3": FeatureKind("eagle3"),
     "hydra": HydraKind(),
