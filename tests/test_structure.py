@@ -136,12 +136,15 @@ def named(source: str, names: set[str]) -> list[str]:
 
 
 def read(path: Path) -> str:
-    """What may not name a method: all of a core file but the two places that are there for users' sake."""
+    """What may not name a method: all of a core file but the places that are there for users' sake, and what tensors
+    are called in others' files."""
     source = path.read_text(encoding="utf-8")
     if path.name == "options.py":
         return without(source, assigned=("DEFAULTS", "WITH_DRAFT"))  # what is taken when nothing is said
     if path.name == "llm.py":
         return without(source, docstrings=True)  # shows how a method is asked for
+    if path.name == "modules.py":
+        return without(source, assigned=("NAMED", "NUMBER"))  # a method is called after such a module
     return source
 
 

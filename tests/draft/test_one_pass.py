@@ -132,4 +132,4 @@ def test_knobs_that_make_no_sense(knobs: dict[str, int]) -> None:
 
 def test_random_heads_are_of_the_published_shape() -> None:
     made, key = feature_heads(tiny.model(), ("dflash",), "random:3")
-    assert key == "dflash random:3" and made.masks == 7 and made.config.qk_norm == "head" and made.config.layers == 2
+    assert key == "dflash random:3" and made.parallel == 7 and made.config.qk_norm == "head" and made.config.layers == 2

@@ -31,12 +31,14 @@ def matrices(seed: int, **shapes: tuple[int, ...]) -> dict[str, Tensor]:
     }
 
 
-def block(seed: int, at: str, d: int, inputs: int, *, dim: int = 0, qk_norm: bool = False) -> dict[str, Tensor]:
+def block(
+    seed: int, at: str, d: int, inputs: int, *, dim: int = 0, qk_norm: bool = False, inner: int = INNER
+) -> dict[str, Tensor]:
     dim = dim or d // HEADS
     shapes = {
         "self_attn.q_proj": (HEADS * dim, inputs), "self_attn.k_proj": (KV_HEADS * dim, inputs),
         "self_attn.v_proj": (KV_HEADS * dim, inputs), "self_attn.o_proj": (d, HEADS * dim),
-        "mlp.gate_proj": (INNER, d), "mlp.up_proj": (INNER, d), "mlp.down_proj": (d, INNER),
+        "mlp.gate_proj": (inner, d), "mlp.up_proj": (inner, d), "mlp.down_proj": (d, inner),
         "post_attention_layernorm": (d,),
     }  # fmt: skip
     if qk_norm:

@@ -18,7 +18,6 @@ from phasewise.request.counters import Counters
 from phasewise.request.request import Request
 from phasewise.speculation.feature_model import FeatureModel
 from phasewise.speculation.features import FeatureCompanion, Features
-from phasewise.speculation.heads.dflash import DFlashHeads
 from phasewise.speculation.heads.layouts import feature_heads
 from phasewise.speculation.one_pass import MaskedBlock, MaskedTail, OnePassCompanion
 from phasewise.step.forward import forward
@@ -37,7 +36,7 @@ def lane(folder: Path | str, model: Model) -> FeatureCompanion:
 
 def one_pass_lane(folder: Path | str, model: Model, guesses: int) -> OnePassCompanion:
     """Heads that guess so many tokens in one pass, likewise."""
-    kind = MaskedBlock if isinstance(feature_heads(model, ONE_PASS, str(folder))[0], DFlashHeads) else MaskedTail
+    kind = MaskedBlock if feature_heads(model, ONE_PASS, str(folder))[0].features_cached else MaskedTail
     return _lane(folder, model, ONE_PASS, kind).guessing(guesses)
 
 

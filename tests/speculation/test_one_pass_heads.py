@@ -104,7 +104,7 @@ def test_what_is_written_is_read_again(name: str, tmp_path: Path) -> None:
     heads, _ = feature_heads(model, ONE_PASS, str(LAYOUTS[name](tmp_path / "first")))
     again = files.save(tmp_path / "again", settings_of(heads, model, GUESSES), tensors_of(heads))
     loaded, _ = feature_heads(model, ONE_PASS, str(again))
-    assert type(loaded) is type(heads) and loaded.options == heads.options and loaded.masks == heads.masks
+    assert type(loaded) is type(heads) and loaded.options == heads.options and loaded.parallel == heads.parallel
     for name, tensor in heads.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor), name
 

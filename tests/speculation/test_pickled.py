@@ -128,7 +128,6 @@ def test_files_that_are_no_heads_are_refused_by_name(cli: Cli, tmp_path: Path) -
     with (tmp_path / "old.pt").open("wb") as file:
         pickle.dump(Hostile(ran), file)
     less = {name: value for name, value in whole.items() if name != "1.0.linear.weight"}
-    wide = {f"hydra_head.prefix_embeding_layer.{name}": value for name, value in Hydra(False).state_dict().items()}
     cases = (
         (tmp_path / "absent.pt", "there is no such file"),
         (tmp_path / "cut.pt", "cannot be read"),
@@ -142,7 +141,6 @@ def test_files_that_are_no_heads_are_refused_by_name(cli: Cli, tmp_path: Path) -
         (plain(tmp_path / "less.pt", less), "blocks.1.layers.0.weight would be (48, 48) and is absent"),
         (plain(tmp_path / "more.pt", {**whole, "extra": torch.zeros(2)}), "extra is no part of Medusa's heads"),
         (plain(tmp_path / "legacy.pt", medusa(1, False).state_dict()), "add --for MODEL"),
-        (plain(tmp_path / "plus.pt", {**wide, **Hydra(False).state_dict()}), "the prefix layer of Hydra++"),
     )
     for path, says in cases:
         said = cli("convert", "heads", path, tmp_path / "out")

@@ -22,7 +22,7 @@ def test_every_block_is_the_pass_of_a_draft(tmp_path: Path) -> None:
     """Against the plain forward, which computes each of them by itself."""
     its = target()
     made, _ = feature_heads(its.model, ("dflash",), "random:5")
-    made.steps = made.masks
+    made.steps = made.parallel
     folder.write(tmp_path, KIND.config(made, its), tensors_of(made))
     plain = files.PlainPass(tmp_path, tiny.checkpoint(), mask=tiny.VOCAB - 1)
     seen = its.see(pad_rows(ROWS, 0), KIND.taps(made))
@@ -31,7 +31,7 @@ def test_every_block_is_the_pass_of_a_draft(tmp_path: Path) -> None:
         for row, pieces in enumerate(ROWS):
             text = [token for piece, _ in pieces for token in piece]
             for t in seen.wanted(head)[row].nonzero()[:, 0].tolist():
-                wanted.append(plain.logits(text[: t + 2], made.masks)[head])
+                wanted.append(plain.logits(text[: t + 2], made.parallel)[head])
         assert len(wanted) == len(logits)
         if wanted:
             torch.testing.assert_close(logits.detach(), torch.stack(wanted), atol=1e-3, rtol=1e-3)

@@ -1,4 +1,4 @@
-"""Modules that a checkpoint carries beside its decoder: layers trained to foretell more tokens (MTP).
+"""Modules that a checkpoint carries beside its decoder: layers trained to foretell more tokens.
 
 The decoder does without them, so their tensors are not left over. Who drafts with one reads it from there.
 """

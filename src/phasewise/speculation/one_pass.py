@@ -18,8 +18,6 @@ from phasewise.request.request import Request
 from phasewise.speculation.companion import NewNodes
 from phasewise.speculation.feature_model import FeatureModel
 from phasewise.speculation.features import FeatureCompanion, FeatureDrafter, follower
-from phasewise.speculation.heads.dflash import DFlashHeads
-from phasewise.speculation.heads.eagle import PEagle
 from phasewise.speculation.tree_drafter import TreeShape
 from phasewise.step.span import Span
 from phasewise.verbs.host import Host
@@ -63,7 +61,8 @@ class OnePassCompanion(FeatureCompanion):
 
 
 class MaskedTail(OnePassCompanion):
-    """P-EAGLE's pass: behind the pairs of the text stand masks, each of which sees all before it."""
+    """Behind the rows of the text stand masks, each of which sees all before it (arXiv 2602.01469). The text's last row
+    makes the first guess."""
 
     @property
     def extra(self) -> int:
@@ -79,8 +78,8 @@ class MaskedTail(OnePassCompanion):
 
     def _with_masks(self, span: Span) -> Span:
         heads, start = self.model.heads, span.positions[0]
-        assert isinstance(heads, PEagle) and heads.options.mask is not None and span.given is not None
-        masks = [heads.options.mask] * self.extra
+        assert span.given is not None
+        masks = [heads.mask] * self.extra
         rows = span.rows + self.extra
         span.kv.reserve(rows)
         given = span.given
@@ -92,7 +91,7 @@ class MaskedTail(OnePassCompanion):
 
 
 class MaskedBlock(OnePassCompanion):
-    """DFlash's pass: the last token and masks see the features of the text, and one another."""
+    """The last token and masks see the features of the text, and one another (arXiv 2602.06036)."""
 
     @property
     def extra(self) -> int:
@@ -109,8 +108,7 @@ class MaskedBlock(OnePassCompanion):
 
     def _block(self, request: Request) -> Span:
         heads, held = self.model.heads, self._follower(request, len(self.text(request)))
-        assert isinstance(heads, DFlashHeads)
-        tokens = [request.tokens[-1], *[heads.options.mask] * self.guesses]
+        tokens = [request.tokens[-1], *[heads.mask] * self.guesses]
         held.kv.reserve(len(tokens))
         places = range(held.rows, held.rows + len(tokens))
         given = self.model.embedded(tokens)
@@ -119,7 +117,6 @@ class MaskedBlock(OnePassCompanion):
     def _take_in(self, spans: Sequence[Span]) -> None:
         """Every layer keeps the features of the text as keys and values. That is projections alone: no row runs."""
         heads, device = self.model.heads, self.model.device
-        assert isinstance(heads, DFlashHeads)
         features = torch.cat([span.given for span in spans if span.given is not None])
         positions = [at for span in spans for at in span.positions]
         rotary = self.model.rotary(torch.tensor(positions, device=device), 1 + max(positions))
@@ -146,9 +143,8 @@ class OnePassDrafter(FeatureDrafter):
 def one_pass_drafter(host: Host, name: str, model: FeatureModel, shape: TreeShape, chunk: int) -> OnePassDrafter:
     """Makes the runtime of a drafter called `name` with heads that guess several tokens in one pass. Raises UserError
     for more levels than they can."""
-    heads = model.heads
-    most = heads.masks + isinstance(heads, PEagle)  # whose first guess needs none
+    most = model.heads.parallel
     if shape.levels > most:
         raise UserError(f"{name}: depth={shape.levels} is too much: these heads guess up to {most} tokens in a pass")
-    kind: type[OnePassCompanion] = MaskedBlock if isinstance(heads, DFlashHeads) else MaskedTail
+    kind: type[OnePassCompanion] = MaskedBlock if model.heads.features_cached else MaskedTail
     return OnePassDrafter(host, follower(host, name, model, kind).guessing(shape.levels), shape, chunk)

@@ -137,6 +137,17 @@ class DraftBackend(Protocol):
     def logits(self, x: Tensor) -> Tensor: ...
 
 
+def lags(second: DraftBackend, request: Request, chunk: int) -> bool:
+    """True if the second model has still to read, `chunk` tokens a step, and nothing is guessed in this one.
+
+    Where a guess must be, that is the request's own affair: so many tokens as it takes to read the prompt if nothing
+    comes between, however much is really read (after a preemption the rest is read at once).
+    """
+    if second.optional(request):
+        return second.lag(request) > chunk
+    return len(second.text(request)) - (request.n_out - 1) * chunk > chunk
+
+
 class TreeDrafter(Drafter):
     """The runtime of drafters that grow trees of a second model. The first `chunk` tokens of a prompt that it has still
     to read are read at once, more of them in pieces, and meanwhile nothing is guessed."""
@@ -183,14 +194,7 @@ class TreeDrafter(Drafter):
         return self.shape.runs(levels - 1) if levels > 1 else 0  # the last level is guessed, not asked
 
     def _late(self, request: Request) -> bool:
-        """True if the second model has still to read, and nothing is guessed in this step.
-
-        Where a guess must be, that is the request's own affair: so many tokens as it takes to read the prompt if
-        nothing comes between, however much is really read (after a preemption the rest is read at once).
-        """
-        if self.companion.optional(request):
-            return self.companion.lag(request) > self.chunk
-        return len(self.companion.text(request)) - (request.n_out - 1) * self.chunk > self.chunk
+        return lags(self.companion, request, self.chunk)
 
     def _grow(self, trees: Sequence[DraftBuilder]) -> None:
         x = self.companion.root([tree.request for tree in trees])

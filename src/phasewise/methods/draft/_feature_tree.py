@@ -48,5 +48,5 @@ class FeatureTree(Method):
 
     def bind(self, host: Host) -> FeatureDrafter:
         heads, key = feature_heads(host.model, self.kinds, self.heads)
-        make = one_pass_drafter if heads.masks else feature_drafter
+        make = one_pass_drafter if heads.parallel else feature_drafter
         return make(host, self.name, FeatureModel(heads, host.model, key), self.shape, self.chunk)

@@ -105,8 +105,9 @@ class NormedBlock(Block):
 class FeatureHeads(nn.Module):
     """Heads that foretell tokens from features of the target model and the tokens between.
 
-    One token after another, each reading the one before; or, where `masks` are, all in one pass: the rows of tokens not
-    yet guessed are masks then.
+    One token after another, each reading the one before; or up to `parallel` of them in one pass, in which the rows of
+    tokens not yet guessed are those of the token `mask`. With `features_cached` features are no part of rows: every
+    layer reads them as keys and values.
 
     `taps`: the states a feature is made of, by layer as published: i is the residual stream that enters layer i, and
     the number of layers is what leaves the last one. None: the target's last state, after its final norm.
@@ -117,7 +118,9 @@ class FeatureHeads(nn.Module):
     taps: tuple[int, ...] = ()
     feature_width: int
     row_width: int  # of a row that enters the first layer
-    masks: int = 0  # the most masks in a pass; 0: one guess a pass
+    parallel: int = 0  # the most guesses in a pass with masks; 0: one guess a pass, and no masks
+    mask: int
+    features_cached: ClassVar[bool] = False
     steps: int = 5  # guesses in a row that they were trained for
     d2t: Tensor | None  # int64 [draft vocabulary]: what is added to a draft token's number to get the target's
 
@@ -151,6 +154,15 @@ class FeatureHeads(nn.Module):
     def fuse(self, states: Tensor) -> Tensor:
         """The feature [..., d] of the states of all taps, [..., taps * target's d]."""
         return states
+
+    def masked_feature(self) -> Tensor:
+        """The feature [d] of a mask. Asked of heads whose rows hold features."""
+        raise NotImplementedError
+
+    def keys_values(self, i: int, feature: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys, not rotated yet, and values [..., H, D] of layer i for features [..., d]. Asked where features are
+        cached."""
+        raise NotImplementedError
 
     def passed_on(self, output: Tensor) -> Tensor:
         """The feature that an output stands for, one token further on: [..., d] -> [..., d]."""

@@ -36,11 +36,12 @@ class DFlashHeads(FeatureHeads):
     """Layers of a model, over features of the target and a block of masks."""
 
     kind: ClassVar[str] = "dflash"
+    features_cached: ClassVar[bool] = True
 
     def __init__(self, config: ModelConfig, options: DFlashOptions) -> None:
         super().__init__(config)
-        self.options, self.taps, self.masks = options, options.aux, options.block - 1
-        self.row_width = config.hidden
+        self.options, self.taps, self.row_width = options, options.aux, config.hidden
+        self.parallel, self.mask = options.block - 1, options.mask
         self.fc = nn.Linear(len(options.aux) * config.hidden, config.hidden, bias=False)
         self.hidden_norm = BlockNorm(config.hidden, config.eps)
         self.layers = nn.ModuleList(NormedBlock(config) for _ in range(config.layers))
@@ -60,7 +61,6 @@ class DFlashHeads(FeatureHeads):
         return feature
 
     def keys_values(self, i: int, feature: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys, not rotated yet, and values [..., H, D] of layer i for features [..., d]."""
         block = self.layers[i]
         assert isinstance(block, NormedBlock) and isinstance(block.self_attn, BlockAttention)
         return block.self_attn.keys_values(feature)

@@ -41,7 +41,7 @@ class Eagle1(FeatureHeads):
         return self.block.run(x, x, attend)
 
 
-MOST_MASKS = 63  # in a pass of heads that guess any number of tokens
+MOST_GUESSES = 64  # in a pass of heads that guess any number of tokens
 
 
 @dataclass(frozen=True)
@@ -143,12 +143,12 @@ class PEagle(Eagle3):
     """
 
     kind: ClassVar[str] = "peagle"
-    masks = MOST_MASKS
 
     def __init__(self, config: ModelConfig, options: Eagle3Options) -> None:
         super().__init__(config, options)
+        assert options.mask is not None
+        self.parallel, self.mask = MOST_GUESSES, options.mask
         self.mask_hidden = nn.Parameter(torch.zeros(1, 1, len(options.aux) * options.target_hidden))
 
     def masked_feature(self) -> Tensor:
-        """The feature [d] of a mask."""
         return self.fuse(self.mask_hidden[0, 0])

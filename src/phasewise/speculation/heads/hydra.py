@@ -1,4 +1,8 @@
-"""Hydra's heads (arXiv 2402.05109): Medusa's, which also read the embeddings of the tokens guessed before their own."""
+"""Hydra's heads (arXiv 2402.05109): Medusa's, which also read the embeddings of the tokens guessed before their own.
+
+Hydra++ has a prefix layer before them: one decoder layer over the model's last states, with keys and values of its own.
+Its output takes the place of the last state.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from phasewise.errors import UserError
+from phasewise.model.config import ModelConfig
+from phasewise.speculation.heads.block import AttendRows, BlockNorm, FeatureHeads, NormedBlock
 from phasewise.speculation.heads.folder import StoredHeads
 from phasewise.speculation.heads.last_state import HeadsShape, LastStateHeads
 from phasewise.speculation.heads.medusa import ResidualBlocks
@@ -94,3 +100,27 @@ class HydraHeads(LastStateHeads):
     @classmethod
     def untrained(cls, hidden: int, vocab: int) -> HydraHeads:
         return cls(HydraShape(hidden, vocab))
+
+
+class PrefixLayer(FeatureHeads):
+    """The prefix layer of Hydra++. The feature of a token, its state after the final norm, is a row; what comes out is
+    normed once more."""
+
+    kind: ClassVar[str] = "hydra"
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.row_width = config.hidden
+        self.layers = nn.ModuleList([NormedBlock(config)])
+        self.norm = BlockNorm(config.hidden, config.eps)
+
+    def inputs(self, embedded: Tensor, feature: Tensor) -> Tensor:
+        return feature
+
+    def layer(self, i: int, x: Tensor, attend: AttendRows) -> Tensor:
+        out: Tensor = self.layers[i](x, attend)
+        return out
+
+    def final(self, output: Tensor) -> Tensor:
+        normed: Tensor = self.norm(output)
+        return normed

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from phasewise.errors import UserError
+from phasewise.model.model import Model
 from phasewise.request.request import Request
 from phasewise.speculation.heads.folder import CONFIG, StoredHeads, check, locate, read, seed_of
 from phasewise.step.phase import Hidden
@@ -216,20 +217,24 @@ class LastStateDrafter(Drafter):
             span.request.state[self.name] = (span.request.known + len(outcome.tokens), state)
 
     def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
-        asked, states = list[_Asked](), list[Tensor]()
-        for place, (request, budget) in enumerate(zip(requests, budgets)):
-            known, state = request.state.get(self.name, (-1, None))
-            paths = self._paths(request)[:budget]
-            if known == request.known and paths:
-                asked.append(_Asked(place, request, paths))
-                states.append(state)
+        each = zip(requests, budgets)
+        asked = [_Asked(place, r, self._paths(r)[:budget]) for place, (r, budget) in enumerate(each) if self.ready(r)]
+        asked = [each for each in asked if each.paths]
         drafts: list[Draft | None] = [None] * len(requests)
         if asked:
-            h = self.model.norm(torch.stack(states)).float()
+            h = self.states([each.request for each in asked])
             found = self._level_by_level(h, asked) if self.heads.reads_path else self._at_once(h, asked)
             for each, tokens in zip(asked, found):
                 drafts[each.place] = _tree(each.paths, tokens)
         return drafts
+
+    def ready(self, request: Request) -> bool:
+        """True if the state is there after which a guess is to be made."""
+        return bool(request.state.get(self.name, (-1, None))[0] == request.known)
+
+    def states(self, requests: Sequence[Request]) -> Tensor:
+        """What the heads read of these requests, float32 [n, d]."""
+        return self.model.norm(torch.stack([request.state[self.name][1] for request in requests])).float()
 
     def _unembed(self, state: Tensor) -> Tensor:
         return self.model.unembed(state.to(self.model.dtype)).float()
@@ -275,17 +280,25 @@ def _walk(root: int, path: RankPath, tokens: Mapping[RankPath, int]) -> list[int
 
 
 def bound(host: Host, kind: type[LastStateHeads], heads: str, nodes: int) -> LastStateDrafter:
-    """The runtime of a drafter with heads of a kind for the host's model. `heads`: auto, a folder or random:SEED.
-    Raises UserError naming what does not fit."""
-    model, seed = host.model, seed_of(heads)
+    """The runtime of a drafter with heads of a kind for the host's model. Raises what `loaded` does."""
+    made, tree, _ = loaded(host.model, kind, heads, nodes)
+    return LastStateDrafter(host, made, tree)
+
+
+def loaded(
+    model: Model, kind: type[LastStateHeads], heads: str, nodes: int
+) -> tuple[LastStateHeads, tuple[RankPath, ...], StoredHeads | None]:
+    """The heads of a kind for a model, their tree of so many nodes at most, and the folder, where they come from one.
+    `heads`: auto, a folder or random:SEED. Raises UserError naming what does not fit."""
+    seed = seed_of(heads)
     if seed is not None:
         made = kind.untrained(model.config.hidden, model.config.vocab)
         random_weights(made, seed)
-        return LastStateDrafter(host, made, rank_tree([UNMEASURED] * made.depth, nodes))
+        return made, rank_tree([UNMEASURED] * made.depth, nodes), None
     stored = read(locate(model, (kind.kind,), heads))
     check(stored, model, kind.kind)
     made = kind.of(stored)
-    return LastStateDrafter(host, made, tree_of(stored, made.depth, nodes))
+    return made, tree_of(stored, made.depth, nodes), stored
 
 
 def _likeliest(logits: Tensor, n: int) -> list[list[int]]:

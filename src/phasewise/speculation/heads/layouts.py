@@ -38,6 +38,7 @@ from phasewise.speculation.heads.folder import (
     seed_of,
     train_command,
 )
+from phasewise.speculation.heads.hydra import PrefixLayer
 from phasewise.speculation.heads.mtp import MTP, own_tensors
 
 T = TypeVar("T", bound=FeatureHeads)
@@ -59,6 +60,7 @@ USUAL: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 32, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 32768,
     },
 }  # fmt: skip
+PREFIX_LAYER = "prefix_layer."  # before the names of Hydra++'s prefix layer, in a folder of Hydra's heads
 SINGLE = ("eagle1", "mtp")  # kinds of one layer
 OFTEN = ("rotary_emb.inv_freq",)  # endings of tensors that follow from the settings
 UNREAD = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")  # for training; `t2d` is checked
@@ -124,8 +126,25 @@ def carried_module(model: Model) -> StoredHeads | None:
     if (count := module_count(names)) > 1:
         raise UserError(f"{model.files.path} carries {count} MTP modules, one for each further token, and one is "
                         "supported: name a folder with one (heads=DIR), or choose another drafter")  # fmt: skip
-    config = {**model.files.settings().values, "num_hidden_layers": 1, "layer_types": None}
-    return StoredHeads(model.files.path, config, {name: tensors.read(name) for name in names})
+    return StoredHeads(model.files.path, _one_layer(model), {name: tensors.read(name) for name in names})
+
+
+def _one_layer(model: Model) -> dict[str, Any]:
+    """A model's own settings, with one layer."""
+    return {**model.files.settings().values, "num_hidden_layers": 1, "layer_types": None}
+
+
+def prefix_layer(stored: StoredHeads, model: Model) -> tuple[PrefixLayer, str] | None:
+    """The prefix layer in a folder of Hydra's heads, and a key that names it; None where they have none. Its sizes are
+    those of the model's layers, unless `transformer_layer_config` says others. Raises UserError."""
+    own = {name.removeprefix(PREFIX_LAYER): t for name, t in stored.tensors.items() if name.startswith(PREFIX_LAYER)}
+    if not own:
+        return None
+    config = stored.config if LAYER in stored.config else _one_layer(model)
+    alone = StoredHeads(stored.path, config, own)
+    sizes = block_config(alone, model)
+    made = _filled(_on_paper(lambda: PrefixLayer(sizes)), own, alone)
+    return made, f"hydra {_digest(alone)}"
 
 
 def load(stored: StoredHeads, model: Model, kind: str) -> FeatureHeads:
@@ -319,7 +338,7 @@ def _named(stored: StoredHeads) -> dict[str, Tensor]:
     return found
 
 
-def _filled(made: FeatureHeads, tensors: Mapping[str, Tensor], stored: StoredHeads) -> FeatureHeads:
+def _filled(made: T, tensors: Mapping[str, Tensor], stored: StoredHeads) -> T:
     """Heads that take these tensors as their own. Raises UserError naming those that are missing, left over or of
     another shape."""
     wanted = {name: tuple(tensor.shape) for name, tensor in made.state_dict().items()}

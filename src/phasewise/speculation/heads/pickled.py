@@ -4,7 +4,8 @@ into folders of heads.
 Nothing but tensors is read of a pickled file (`weights_only`), and only by this conversion: a server never opens one.
 Medusa numbers the parts of a head: `HEAD.BLOCK.linear.weight`, then `HEAD.BLOCKS.weight` for its output matrix, which
 older files leave to the model. Hydra has `hydra_mlp.HEAD.PART.linear`, `.res_connection` in the first block, and
-`hydra_lm_head.HEAD`; parts are numbered with or without dropout between them. EAGLE's tensors keep their names, and the
+`hydra_lm_head.HEAD`; parts are numbered with or without dropout between them. Hydra++'s `prefix_embeding_layer` is a
+model of one layer, whose embeddings nobody reads. EAGLE's tensors keep their names, and the
 config.json beside them is theirs.
 """
 
@@ -25,13 +26,15 @@ from phasewise.errors import UserError
 from phasewise.speculation.heads.folder import PICKLED, read_config, write
 from phasewise.speculation.heads.hydra import HydraHeads, HydraShape
 from phasewise.speculation.heads.last_state import LastStateHeads
+from phasewise.speculation.heads.layouts import PREFIX_LAYER
 from phasewise.speculation.heads.medusa import MedusaHeads, MedusaShape
 
 MEDUSA = re.compile(r"(?:medusa_head\.)?(\d+)\.(\d+)\.(linear\.)?(weight|bias)")
 HYDRA = re.compile(r"(?:hydra_head\.)?hydra_mlp\.(\d+)\.(\d+)\.(linear|res_connection)\.(weight|bias)")
 HYDRA_OUT = re.compile(r"(?:hydra_head\.)?hydra_lm_head\.(\d+)\.(?:\d+\.)?(weight|bias)")
 EAGLE = ("fc.", "midlayer.")  # what some of its tensors' names begin with
-PREFIX = "prefix_embeding_layer"  # as the files spell it
+PREFIX = re.compile(r"(?:hydra_head\.)?prefix_embeding_layer\.(.+)")  # of Hydra++, as the files spell it
+UNUSED = ("embed_tokens.weight", "rotary_emb.inv_freq")  # what else the class of that layer has
 
 
 def convert(source: Path, out: Path, vocab: int | None) -> str:
@@ -53,7 +56,8 @@ def convert(source: Path, out: Path, vocab: int | None) -> str:
             raise UserError(f"{path}: {name} would be {shape} and is {found}: the file is not whole")
     dtype = next(iter(named.values())).dtype
     config = made.config() | {"torch_dtype": str(dtype).removeprefix("torch.")}
-    write(out, config, {name: named[name].clone() for name in shapes})  # blocks of some files share their memory
+    kept = [*shapes, *(name for name in named if name.startswith(PREFIX_LAYER))]
+    write(out, config, {name: named[name].clone() for name in kept})  # blocks of some files share their memory
     return made.kind
 
 
@@ -127,8 +131,6 @@ def _medusa(path: Path, tensors: Mapping[str, Tensor], vocab: int | None) -> tup
 
 
 def _hydra(path: Path, tensors: Mapping[str, Tensor], vocab: int | None) -> tuple[HydraHeads, dict[str, Tensor]]:
-    if any(PREFIX in name for name in tensors):
-        raise UserError(f"{path} has the prefix layer of Hydra++, which is not supported: take Hydra's heads")
     named = dict(_renamed(path, tensors))
     outputs = {name: value for name, value in named.items() if name.startswith("lm_heads")}
     wide = [name for name in named if name.endswith("linear.up.weight")]
@@ -149,7 +151,10 @@ def _renamed(path: Path, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, T
             blocks.setdefault(found[1], []).append(int(found[2]))
     order = {head: sorted(set(numbers)) for head, numbers in blocks.items()}
     for name, value in tensors.items():
-        if out := HYDRA_OUT.fullmatch(name):
+        if before := PREFIX.fullmatch(name):
+            if not before[1].endswith(UNUSED):
+                yield f"{PREFIX_LAYER}{before[1]}", value
+        elif out := HYDRA_OUT.fullmatch(name):
             yield f"lm_heads.{out[1]}.{out[2]}", value
         elif found := HYDRA.fullmatch(name):
             block = order[found[1]].index(int(found[2]))

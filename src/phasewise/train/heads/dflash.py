@@ -36,12 +36,12 @@ class DFlashKind(FeatureKind):
         assert isinstance(module, DFlashHeads)
         ids = seen.block.ids[:, 1:]
         feature = module.fuse(torch.cat([seen.taps[tap] for tap in self.taps(module)], -1))
-        masks = torch.full((*ids.shape, module.masks), module.options.mask, device=ids.device)
+        masks = torch.full((*ids.shape, module.parallel), module.mask, device=ids.device)
         x = target.embed(torch.cat((ids[..., None], masks), -1))  # [rows, length - 1, block, d]
         blocks = BlocksOverText(module, seen.block.positions, feature)
         for i in range(module.config.layers):
             x = module.layer(i, x, blocks.attend(i))
-        for head in range(module.masks):
+        for head in range(module.parallel):
             read = x[:, : ids.shape[1] - head, 1 + head]
             yield module.logits(read[seen.wanted(head)], target.unembed)
 
@@ -56,7 +56,7 @@ class BlocksOverText:
         self.ropes = RopeTables(heads.config.ropes, heads.config.max_positions, torch.float32, positions.device)
         length, device = positions.shape[1], positions.device
         self.later = torch.ones(length - 1, length, dtype=torch.bool, device=device).triu_(1)
-        self.places = positions[:, 1:, None] + torch.arange(heads.masks + 1, device=device)
+        self.places = positions[:, 1:, None] + torch.arange(heads.parallel + 1, device=device)
 
     def attend(self, i: int) -> AttendRows:
         """The attention of layer i: q [rows, length - 1, block, Hq, D], k and v of H heads -> as q."""
