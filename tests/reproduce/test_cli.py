@@ -82,14 +82,14 @@ def test_a_run_that_was_broken_off_goes_on(cli: Cli, tmp_path: Path, monkeypatch
     assert cli(*words).code == 0
     assert out.read_text().index("## DeepSpeed-FastGen") < out.read_text().index("*Note.* from before")
     assert len(json.loads(file.read_text())["reports"]) == 2
-    assert all(report["seconds"] > 0 for report in json.loads(file.read_text())["reports"])
+    assert all(report["seconds"] > 0 < report["busy"] for report in json.loads(file.read_text())["reports"])
     for digest, kept in ((found["reports"][0]["digest"], True), ("of an older rule", False)):
         found["reports"][0]["digest"] = digest
         file.write_text(json.dumps(found))
         assert cli(*words).code == 0 and ("*Note.* from before" in out.read_text()) is kept
     found["reports"][0] |= {"machine": "Another One", "digest": index.digest("prompt_lookup")}
     file.write_text(json.dumps(found))
-    assert cli(*words).code == 0 and "Measured on Another One." in out.read_text()
+    assert cli(*words).code == 0 and "Measured on Another One in " in out.read_text()
 
 
 def test_a_digest_follows_the_methods_and_what_they_import_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,6 +97,13 @@ def test_a_digest_follows_the_methods_and_what_they_import_of_others(monkeypatch
     before = index.digest("quest")
     monkeypatch.setattr(index, "methods", lambda system: [])
     assert index.digest("quest") != before
+
+
+def test_a_digest_does_not_follow_comments_and_docstrings() -> None:
+    text = '"""A module."""\n\nclass A:\n    """A class."""\n\n    def f(self):\n        "One."\n        return 1\n'
+    assert index.code(text) == index.code("class A:\n    def f(self):\n        return 1  # as ever\n")
+    assert index.code(text) != index.code(text.replace("return 1", "return 2"))
+    assert index.code('x = "text"') != index.code('x = ""')
 
 
 def test_without_weights_one_system_stops_and_all_of_them_go_on(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -124,7 +125,7 @@ def reproduce(
             if all_:  # after each of them: it takes long
                 _tell_all(output.out, reports, wanted, kept, scale)
             if output.write is not None:
-                _put(output.write, reports[-1], scale)
+                _put(output.write, reports, kept, scale)
     sections = [overview(reports)] if all_ else [*(report.markdown() for report in reports)]
     print("\n\n".join(sections))
 
@@ -169,15 +170,24 @@ def _one(name: str, lab: Lab, among: bool, kept: Report | None) -> Report:
         kept = None
     if kept is not None and complete(kept, lab.scale):
         return kept
-    began = time.monotonic()
+    began, worked = time.monotonic(), _worked()
     with counting(name, stages(system, lab.scale)) as bar:
         if kept is not None and settled(kept, lab.scale):
             found = timed(kept, system, lab, lambda what: bar(next(done)))
         else:
             found = reproduce(name, system, lab, lambda what: bar(next(done)), among=among)
-    (before, there), here = (0.0, "") if kept is None else (kept.seconds, kept.machine), _machine()
+    seconds, busy = time.monotonic() - began, _worked() - worked
+    there, here = "" if kept is None else kept.machine, _machine()
     machine = here if there in ("", here) else f"{there} (counters and answers) and on {here} (times)"
-    return replace(found, digest=digest, seconds=before + time.monotonic() - began, machine=machine)
+    if kept is not None:
+        seconds, busy = seconds + kept.seconds, busy + kept.busy
+    return replace(found, digest=digest, seconds=seconds, busy=busy, machine=machine)
+
+
+def _worked() -> float:
+    """Seconds in which a core worked for this process and for those of its children that have ended."""
+    spent = os.times()
+    return spent.user + spent.system + spent.children_user + spent.children_system
 
 
 def progress(found: Sequence[Report], left: Sequence[str], kept: Mapping[str, Report], scale: Scale) -> str:
@@ -224,16 +234,27 @@ def _write(out: Path, reports: list[Report], kept: dict[str, Report], scale: Sca
 
     everything = kept | {report.name: report for report in reports}
     told = [everything[name] for name in index.names() if name in everything]
-    older = [report.name for report in told if report.digest != index.digest(report.name)]
-    left = [name for name in index.names() if name not in everything]
+    older = [report.name for report in told if _older(report)]
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(document(told, _command("--all", scale), older, left), encoding="utf-8")
+    out.write_text(document(told, _command("--all", scale), older, index.titles()), encoding="utf-8")
 
 
-def _put(path: Path, report: Report, scale: Scale) -> None:
+def _put(path: Path, reports: list[Report], kept: dict[str, Report], scale: Scale) -> None:
+    """The last report into the page; what is kept of others tells which of them are of older methods by now."""
+    from phasewise.reproduce import index
     from phasewise.reproduce.page import put
 
-    path.write_text(put(_read(path), [report], _command(report.name, scale)), encoding="utf-8")
+    last = reports[-1]
+    older = [each.title for each in (kept | {report.name: report for report in reports}).values() if _older(each)]
+    page = put(_read(path), [last], _command(last.name, scale), index.titles(), older)
+    path.write_text(page, encoding="utf-8")
+
+
+def _older(report: Report) -> bool:
+    """True if a report does not follow from today's methods and rule."""
+    from phasewise.reproduce import index
+
+    return report.name not in index.names() or report.digest != index.digest(report.name)
 
 
 def _read(path: Path) -> str:

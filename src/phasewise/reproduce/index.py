@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
 import inspect
@@ -29,17 +30,34 @@ def names() -> list[str]:
     return sorted(m.name for m in pkgutil.iter_modules(systems.__path__) if not m.name.startswith("_"))
 
 
+def titles() -> list[str]:
+    """The titles of all systems, in the order of their names."""
+    return [system(name).title for name in names()]
+
+
 def digest(name: str) -> str:
     """What a verdict on a system follows from: its file, its contenders' methods with what these import of other
-    methods, the rule, what measures, and the version of phasewise.
+    methods, the rule, what measures, and the version of phasewise. Comments and docstrings do not count.
 
     A report of another digest is not of today's.
     """
     files = [Path(systems.__path__[0]) / f"{name}.py", *(Path(__file__).with_name(f"{each}.py") for each in RULE)]
     found = hashlib.sha256(__version__.encode())
     for file in [*files, *methods(system(name))]:
-        found.update(file.read_bytes())
+        found.update(code(file.read_text(encoding="utf-8")).encode())
     return found.hexdigest()[:16]
+
+
+@cache
+def code(text: str) -> str:
+    """What Python makes of a file, without its comments, its layout and its docstrings."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        match body:
+            case [ast.Expr(ast.Constant(str())), *rest]:  # a text that stands alone does nothing
+                body[:] = rest
+    return ast.unparse(tree)
 
 
 def methods(one: System) -> list[Path]:

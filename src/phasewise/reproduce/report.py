@@ -42,7 +42,8 @@ class Speed:
 @dataclass(frozen=True)
 class Report:
     """One system as it was found. `settings` are the contenders by role, as words; `digest` is that of the files and
-    the version that it follows from, `machine` where it was measured, and `seconds` what it took."""
+    the version that it follows from, `machine` where it was measured, `seconds` what it took by the clock, and `busy`
+    those in which a core worked for it."""
 
     name: str
     title: str
@@ -63,6 +64,7 @@ class Report:
     digest: str = ""
     machine: str = ""
     seconds: float = 0.0
+    busy: float = 0.0
 
     @classmethod
     def of(cls, name: str, system: System, model: str, scale: Scale, **found: Any) -> Report:
@@ -114,7 +116,9 @@ class Report:
         if self.note:
             blocks.append(f"*Note.* {self.note}")
         if self.machine:
-            blocks.append(f"Measured on {self.machine}.")
+            took = f" in {self.seconds:,.0f} s" * bool(self.seconds)
+            took += f", {self.busy:,.0f} s of processor time" * bool(self.busy)
+            blocks.append(f"Measured on {self.machine}{took}.")
         return "\n\n".join(blocks)
 
     def _here(self) -> str:
