@@ -110,7 +110,7 @@ def test_a_saving_on_a_load_and_a_model_of_its_own(lab: Lab) -> None:
     report = reproduce("guessing", system, lab, told.append)
     assert len(told) == stages(system, SMALL) == stages(GUESSING, SMALL) + 2
     (check,) = (c for c in report.checks if c.model == "pocket-draft")
-    assert check.part == "cost" and check.short.endswith("(pocket-draft)")
+    assert check.part == "cost" and check.name == "passes per token, pocket-draft" and check.name in check.short
 
 
 def test_a_quick_run_never_holds(lab: Lab) -> None:
@@ -234,7 +234,7 @@ def test_time_of_loads_and_of_resident_requests(clocked: Lab) -> None:
     assert [(s.name, s.faster.n) for s in report.speeds] == [("a load", 2), ("a resident", 2), ("a price", 2)]
     assert all(s.method > 0 and s.other > 0 for s in report.speeds)
     verdicts = {c.name: c.passed for c in report.checks if c.name.startswith("a ")}
-    assert verdicts == {"a load, method against baseline": True, "a resident, method against baseline": False}
+    assert verdicts == {"a load, against baseline": True, "a resident, against baseline": False}
 
 
 @pytest.mark.thorough

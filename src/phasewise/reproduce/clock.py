@@ -110,7 +110,7 @@ def _decode(engine: Placed, request: Request, tokens: int) -> None:
 
 def time_check(timing: Timing, found: PairedTime | None) -> Check:
     """Checks that every round was faster by more than asked for; it is not examined without a time."""
-    name = f"{timing.name}, method against {timing.against}"
+    name = timing.name if ", against " in timing.name else f"{timing.name}, against {timing.against}"
     expected = f"above {timing.least:g} in every round"
     part: Part = "control" if timing.against == "control" else "time"
     of: Part | None = "time" if part == "control" else None

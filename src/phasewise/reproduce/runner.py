@@ -222,17 +222,17 @@ def _saved(saving: Saving, system: System, case: Case) -> Check:
     costs = {role: saving.cost(case, case.runs[role]) for role in _against(saving, system)}
     other = min(costs, key=lambda role: costs[role])
     theirs = costs[other]
+    name = saving.name + f", {saving.model}" * bool(saving.model)
     factor = f"{theirs / ours:.2f} times" if ours else "without bound" if theirs else "neither has any"
     measured = f"{text(ours)} against {_named(other)}'s {text(theirs)} ({factor})"
     passed = theirs > 0 and theirs >= saving.least * ours
     expected = f"at least {saving.least:g} times less"
     if saving.against == "control":
-        return Check("control", saving.name, measured, expected, passed, "cost", saving.model)
-    short = f"{saving.name} {theirs / ours:.2f} times less" if ours else f"{saving.name}: none"
+        return Check("control", name, measured, expected, passed, "cost", saving.model)
+    short = f"{name} {theirs / ours:.2f} times less" if ours else f"{name}: none"
     short += f" than {other}" * (saving.against == "rivals")
-    short += f" ({saving.model})" * bool(saving.model)
     rival = saving.against == "rivals"
-    return Check("cost", saving.name, measured, expected, passed, model=saving.model, short=short, rival=rival)
+    return Check("cost", name, measured, expected, passed, model=saving.model, short=short, rival=rival)
 
 
 def _named(role: str) -> str:

@@ -29,10 +29,15 @@ def library() -> str:
     return "\n\n".join(sources(held_out=True).values())
 
 
-def prose() -> str:
+def chapters() -> list[str]:
     """The chapters of the language reference that `help()` shows, by name; those that are docstrings too left out."""
     topics: dict[str, str] = import_module("pydoc_data.topics").topics
-    return "\n\n".join(topics[name] for name in sorted(topics) if name not in TRAINED_ON)
+    return [topics[name] for name in sorted(topics) if name not in TRAINED_ON]
+
+
+def prose() -> str:
+    """All chapters in a row."""
+    return "\n\n".join(chapters())
 
 
 @dataclass(frozen=True)

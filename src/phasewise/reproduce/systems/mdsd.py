@@ -20,7 +20,9 @@ def drafting(drawn: str, model: str = "pocket-draft") -> Setting:
 
 RIVALS = {
     "guesses without replacement": Setting({"draft": draft("rsd", beam=0, widths=GUESSES)}, most=sampled.MOST),
-    "one chain": Setting({"draft": draft("draft_model", k=GUESSES)}, most=sampled.MOST),
+    "independent guesses judged by K-SEQ": Setting(
+        {"draft": draft("spectr", chains=GUESSES, k=1), "verify": "k_seq"}, most=sampled.MOST
+    ),
 }
 
 
@@ -79,6 +81,7 @@ SYSTEM = System(
                 "each at most its bound, top and one at least as much as the others", bounds),
     ),
     timings=(Timing("time per token", seconds=loads.pace, price=True),),
-    note="The baseline draws as many guesses independently; the rivals are verified over as many rows. Bounds are "
-    "closed forms over the p and q of all rounds; tests hold them against a linear program.",
+    note="The baseline draws as many guesses independently. So do the rivals, with another draw or another verifier. "
+    "All ask the draft model once a pass. Bounds are closed forms over the p and q of all rounds; tests hold them "
+    "against a linear program.",
 )  # fmt: skip
