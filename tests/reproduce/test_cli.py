@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from phasewise.reproduce import index
+from phasewise.reproduce import grading, index
+from phasewise.reproduce.lab import Lab
+from phasewise.reproduce.panel import SHORT
 from phasewise.reproduce.report import Report
+from phasewise.reproduce.system import Setting
 from tests.cli.conftest import Cli
 
 
@@ -90,6 +93,31 @@ def test_a_run_that_was_broken_off_goes_on(cli: Cli, tmp_path: Path, monkeypatch
     found["reports"][0] |= {"machine": "Another One", "digest": index.digest("prompt_lookup")}
     file.write_text(json.dumps(found))
     assert cli(*words).code == 0 and "Measured on Another One in " in out.read_text()
+
+
+def test_the_default_methods_are_asked_once(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they answer is kept beside the reports, for other systems and other runs, under the same conditions."""
+    file, asked = tmp_path / "found.json", list[str]()
+    right = grading.right
+
+    def counted(lab: Lab, setting: Setting, task: str, n: int, temperature: float) -> list[float]:
+        asked.append(str(setting))
+        return right(lab, setting, task, n, temperature)
+
+    monkeypatch.setattr(grading, "right", counted)
+    words = ("reproduce", "contrastive", "--quick", "--examples", "1", "--no-time", "--json", file)
+    assert cli(*words).code == 0
+    first, told = list(asked), json.loads(file.read_text())
+    assert first.count("the defaults") == len(SHORT) * 2
+    asked.clear()
+    assert cli(*words).code == 0
+    assert "the defaults" not in asked and len(asked) == len(first) - len(SHORT) * 2
+    again = json.loads(file.read_text())
+    assert again["baselines"] == told["baselines"]
+    assert again["reports"][0]["checks"] == told["reports"][0]["checks"]
+    asked.clear()
+    assert cli(*words, "--seed", "1").code == 0
+    assert "the defaults" in asked and len(json.loads(file.read_text())["baselines"]) == 2
 
 
 def test_a_digest_follows_the_methods_and_what_they_import_of_others(monkeypatch: pytest.MonkeyPatch) -> None:

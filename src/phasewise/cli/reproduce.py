@@ -51,10 +51,19 @@ class ReproduceOutput:
         """Where results are written, and read before."""
         return self.json or (self.out.with_suffix(".json") if all_ else None)
 
-    def kept(self, all_: bool) -> dict[str, Report]:
-        """What was found before, by name. Raises UserError for a file that is none of these."""
+    def kept(self, all_: bool) -> Kept:
+        """What was found before. Raises UserError for a file that is none of these."""
         path = self.file(all_)
-        return _kept(path) if not self.anew and path is not None and path.exists() else {}
+        return _kept(path) if not self.anew and path is not None and path.exists() else Kept({}, {})
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a file holds: reports by name, and the answers of the default methods: by what they were given under
+    (`_conditions`), then by what was asked."""
+
+    reports: dict[str, Report]
+    baselines: dict[str, dict[str, list[float]]]
 
 
 @dataclass(frozen=True)
@@ -114,14 +123,17 @@ def reproduce(
         _list()
         return
     _check(names or [], all_, output)
-    scale, kept, file = effort.scale(), output.kept(all_), output.file(all_)
+    scale, before, file = effort.scale(), output.kept(all_), output.file(all_)
+    kept, conditions = before.reports, _conditions(scale)
     reports: list[Report] = []
     wanted = names or index.names()
     with Lab.open(scale) as lab:
+        lab.grades |= before.baselines.get(conditions, {})
         for each in wanted:
             reports.append(_one(each, lab, all_, kept.get(each) if all_ else None))
             if file is not None:
-                _save(file, reports, kept)
+                baselines = before.baselines | {conditions: lab.baselines()}
+                _save(file, Kept(kept | {report.name: report for report in reports}, baselines))
             if all_:  # after each of them: it takes long
                 _tell_all(output.out, reports, wanted, kept, scale)
             if output.write is not None:
@@ -207,24 +219,39 @@ def progress(found: Sequence[Report], left: Sequence[str], kept: Mapping[str, Re
     return f"{last.name}: {last.verdict.word}. {done} of {done + len(left)}, about {seconds / 60:.0f} minutes left"
 
 
-def _save(path: Path, reports: list[Report], kept: dict[str, Report]) -> None:
-    """With those kept whose turn has not come yet: a run that is broken off loses nothing. One report a line."""
+def _save(path: Path, kept: Kept) -> None:
+    """Everything, so that a run that is broken off loses nothing: a report, or what answered a question, a line."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    everything = kept | {report.name: report for report in reports}
-    lines = [json.dumps(everything[name].plain(), ensure_ascii=False) for name in sorted(everything)]
-    path.write_text('{"reports": [\n' + ",\n".join(lines) + "\n]}\n", encoding="utf-8")
+    lines = [json.dumps(kept.reports[name].plain(), ensure_ascii=False) for name in sorted(kept.reports)]
+    answers = [
+        f"{json.dumps(conditions)}: {{\n"
+        + ",\n".join(f"{json.dumps(asked)}: {json.dumps(grades)}" for asked, grades in sorted(found.items()))
+        + "\n}"
+        for conditions, found in sorted(kept.baselines.items())
+        if found
+    ]
+    text = '{"reports": [\n' + ",\n".join(lines) + '\n],\n"baselines": {\n' + ",\n".join(answers) + "\n}}\n"
+    path.write_text(text, encoding="utf-8")
 
 
-def _kept(path: Path) -> dict[str, Report]:
+def _kept(path: Path) -> Kept:
     from phasewise.reproduce.report import Report
 
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         reports = [Report.from_plain(one) for one in found["reports"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        baselines = {key: dict(value) for key, value in found.get("baselines", {}).items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"json={path} is nothing to go on with, as `reproduce --all` writes it ({error!r}): measure "
                         "all with --anew") from error  # fmt: skip
-    return {report.name: report for report in reports}
+    return Kept({report.name: report for report in reports}, baselines)
+
+
+def _conditions(scale: Scale) -> str:
+    """What the default methods' answers hang on beside what is asked: they are asked again where it is another."""
+    from phasewise.reproduce import index
+
+    return f"seed {scale.seed}, {_machine()}, rule {index.rule()}"
 
 
 def _write(out: Path, reports: list[Report], kept: dict[str, Report], scale: Scale) -> None:

@@ -41,9 +41,21 @@ def digest(name: str) -> str:
 
     A report of another digest is not of today's.
     """
-    files = [Path(systems.__path__[0]) / f"{name}.py", *(Path(__file__).with_name(f"{each}.py") for each in RULE)]
+    return _digest([Path(systems.__path__[0]) / f"{name}.py", *_rule(), *methods(system(name))])
+
+
+def rule() -> str:
+    """What every verdict follows from: the rule, what measures, and the version of phasewise."""
+    return _digest(_rule())
+
+
+def _rule() -> list[Path]:
+    return [Path(__file__).with_name(f"{each}.py") for each in RULE]
+
+
+def _digest(files: list[Path]) -> str:
     found = hashlib.sha256(__version__.encode())
-    for file in [*files, *methods(system(name))]:
+    for file in files:
         found.update(code(file.read_text(encoding="utf-8")).encode())
     return found.hexdigest()[:16]
 

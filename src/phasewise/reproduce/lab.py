@@ -20,9 +20,10 @@ from phasewise.options import parse
 from phasewise.reproduce.models import Shelf
 from phasewise.reproduce.play import LoadEntry, PlayedRun, play
 from phasewise.reproduce.system import Case, Load, Setting
-from phasewise.reproduce.workload import PromptSource
+from phasewise.reproduce.workload import STRANGER, PromptSource
 from phasewise.verbs.place import Placed
 
+ANSWERING = ("pocket", STRANGER)  # models whose answers are graded
 TINY = {"random-experts": "tiny-experts", "random-dense": "tiny-dense"}  # stand-ins in a quick run
 
 
@@ -57,6 +58,11 @@ class Lab:
         if (name, dtype) not in self._models:
             self._models[name, dtype] = Model.load(self.shelf.path(name), dtype=dtype_of(dtype))
         return self._models[name, dtype]
+
+    def baselines(self) -> dict[str, list[float]]:
+        """The grades of the default methods, which systems have in common."""
+        defaults = tuple(f"({Setting(model=name)!r}, " for name in ("", *ANSWERING))
+        return {asked: grades for asked, grades in self.grades.items() if asked.startswith(defaults)}
 
     def real(self, name: str) -> str:
         """The model that stands for `name` at this scale."""
