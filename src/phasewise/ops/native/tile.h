@@ -201,34 +201,62 @@ inline void keep(Best& best, long column, long count, const F* values) {
   }
 }
 
+// values[0 .. count) += more.
+template <class T> inline void add_to(F* values, const T* more, long count) {
+  if (count == WIDTH) {
+    for (int j = 0; j < WIDTH / LANES; j++) values[j] += load_floats(more + j * LANES);
+    return;
+  }
+  float* v = (float*)values;
+  for (long i = 0; i < count; i++) v[i] += to_float(more[i]);
+}
+
+// to[0 .. count) = values.
+template <class T> inline void store_to(T* to, const F* values, long count) {
+  if (count == WIDTH) {
+    for (int j = 0; j < WIDTH / LANES; j++) store_floats(to + j * LANES, values[j]);
+    return;
+  }
+  long i = 0;
+  for (; i + LANES <= count; i += LANES) store_floats(to + i, values[i / LANES]);
+  for (; i < count; i++) put(to + i, ((const float*)values)[i]);
+}
+
+// values += bias + add, of a row's outputs from `column` on.
+inline void add_rest(const LinearCall& call, long row, long column, long count, F* values) {
+  const Rows& add = call.add;
+  if (call.weights->bias) add_to(values, call.weights->bias + column, count);
+  if (add.data && add.kind == FLOAT)
+    add_to(values, (const float*)add.data + row * add.stride + column, count);
+  else if (add.data)
+    add_to(values, (const bf16*)add.data + row * add.stride + column, count);
+}
+
+// y[row, column ...] = values.
+inline void store_row(const Rows& y, long row, long column, long count, const F* values) {
+  if (y.kind == FLOAT)
+    store_to((float*)y.data + row * y.stride + column, values, count);
+  else
+    store_to((bf16*)y.data + row * y.stride + column, values, count);
+}
+
+// What the head asks for, and panels that are not whole: out of line, so that loops over other panels stay short.
+__attribute__((noinline)) inline void write_rarely(const LinearCall& call, long row, long column, long count,
+                                                   int thread, F* values) {
+  add_rest(call, row, column, count, values);
+  if (call.cap)
+    for (int j = 0; j < WIDTH / LANES; j++) values[j] = tanh_of(values[j] * (float)(1 / call.cap)) * (float)call.cap;
+  if (call.best)
+    keep(call.best[thread * call.rows + row], column, count, values);
+  else
+    store_row(call.y, row, column, count, values);
+}
+
 // y[row, of_part ...] = values + bias + add, for outputs of a part; or, given `best`, only the largest of them is kept.
 inline void write(const PartProduct& product, long row, long of_part, long count, F* values) {
   const LinearCall& call = product.call;
   const long column = product.first + of_part;
-  const Rows &y = call.y, &add = call.add;
-  const float* bias = call.weights->bias;
-  float* v = (float*)values;
-  if (bias)
-    for (long i = 0; i < count; i++) v[i] += bias[column + i];
-  if (add.data && add.kind == FLOAT) {
-    const float* a = (const float*)add.data + row * add.stride + column;
-    for (long i = 0; i < count; i++) v[i] += a[i];
-  } else if (add.data) {
-    const bf16* a = (const bf16*)add.data + row * add.stride + column;
-    for (long i = 0; i < count; i++) v[i] += widen(a[i]);
-  }
-  if (call.cap)
-    for (int j = 0; j < WIDTH / LANES; j++) values[j] = tanh_of(values[j] * (float)(1 / call.cap)) * (float)call.cap;
-  if (call.best) {
-    keep(call.best[product.thread * call.rows + row], column, count, values);
-    return;
-  }
-  if (y.kind == FLOAT) {
-    memcpy((float*)y.data + row * y.stride + column, v, count * 4);
-    return;
-  }
-  bf16* out = (bf16*)y.data + row * y.stride + column;
-  long i = 0;
-  for (; i + LANES <= count; i += LANES) store_floats(out + i, values[i / LANES]);
-  for (; i < count; i++) out[i] = narrow(v[i]);
+  if (count < WIDTH || call.cap || call.best) return write_rarely(call, row, column, count, product.thread, values);
+  add_rest(call, row, column, WIDTH, values);
+  store_row(call.y, row, column, WIDTH, values);
 }
