@@ -22,7 +22,7 @@ from phasewise.train.heads.target import FrozenTarget, SeenBlock
 
 @dataclass(frozen=True)
 class DFlashKind(FeatureKind):
-    """Two layers with one key head and an MLP half as wide as the model; embeddings and output matrix are the model's."""
+    """Two layers with one key head and an MLP half as wide as the model; embeddings and output matrix are its own."""
 
     kind: str = "dflash"
 
