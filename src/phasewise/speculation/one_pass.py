@@ -42,7 +42,7 @@ class OnePassCompanion(FeatureCompanion):
         return self
 
     def root(self, requests: Sequence[Request]) -> Tensor:
-        said = self.model.head(self._run(requests)).unflatten(0, (len(requests), self.guesses))  # [n, guesses, V]
+        said = self.model.head(self._run(requests)).view(len(requests), self.guesses, -1)  # [n, guesses, V]
         self._said = {request.id: rows for request, rows in zip(requests, said)}
         self._depths: dict[str, list[int]] = {request.id: [] for request in requests}  # of each node so far
         return said[:, 0].clone()

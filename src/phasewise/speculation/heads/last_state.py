@@ -217,9 +217,11 @@ class LastStateDrafter(Drafter):
             span.request.state[self.name] = (span.request.known + len(outcome.tokens), state)
 
     def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
-        each = zip(requests, budgets)
-        asked = [_Asked(place, r, self._paths(r)[:budget]) for place, (r, budget) in enumerate(each) if self.ready(r)]
-        asked = [each for each in asked if each.paths]
+        asked = [
+            _Asked(place, request, paths)
+            for place, (request, budget) in enumerate(zip(requests, budgets))
+            if self.ready(request) and (paths := self._paths(request)[:budget])
+        ]
         drafts: list[Draft | None] = [None] * len(requests)
         if asked:
             h = self.states([each.request for each in asked])

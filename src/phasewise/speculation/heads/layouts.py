@@ -403,7 +403,8 @@ def random_heads(kind: str, model: Model, seed: int) -> FeatureHeads:
 def untrained(kind: str, model: Model, *, narrow: bool = False, draft_vocab: int = 0, guesses: int = 0) -> FeatureHeads:
     """Heads of the usual shape for a model: a plain Llama's block of its widths. `narrow`: with one key head and an MLP
     half as wide as the model. `draft_vocab`: tokens that an EAGLE-3 head knows; 0: all. `guesses`: those of a pass of
-    DFlash's heads; 0: as many as usual."""
+    DFlash's heads; 0: as many as usual. These keep a key head for each query head, for what masks know of the text
+    comes through keys and values alone."""
     its = model.config
     config = replace(
         its, family="llama", layers=1, attention=(replace(its.attention[0], window=None, softcap=None),), moe=(None,),
@@ -419,7 +420,8 @@ def untrained(kind: str, model: Model, *, narrow: bool = False, draft_vocab: int
     if kind == "dflash":
         block = 1 + guesses if guesses else USUAL_BLOCK
         options = DFlashOptions(usual_taps(its.layers), block, its.vocab - 1, its.vocab)
-        return DFlashHeads(replace(several(config, DFLASH_LAYERS), qk_norm="head"), options)
+        config = replace(several(config, DFLASH_LAYERS), qk_norm="head")
+        return DFlashHeads(replace(config, kv_heads=config.heads) if narrow else config, options)
     if kind == "peagle":
         return PEagle(config, Eagle3Options(usual_taps(its.layers), its.hidden, its.vocab, mask=its.vocab - 1))
     return Eagle3(config, Eagle3Options(usual_taps(its.layers), its.hidden, draft_vocab or its.vocab))

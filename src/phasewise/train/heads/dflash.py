@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from phasewise.model.rope import RopeTables
 from phasewise.speculation.heads.block import AttendRows, FeatureHeads
@@ -22,14 +22,15 @@ from phasewise.train.heads.target import FrozenTarget, SeenBlock
 
 @dataclass(frozen=True)
 class DFlashKind(FeatureKind):
-    """Two layers with one key head and an MLP half as wide as the model; embeddings and output matrix are its own."""
+    """Two layers with MLPs half as wide as the model; embeddings and output matrix are its own. At first a mask gets
+    what the top tap's states along the text are on average."""
 
     kind: str = "dflash"
 
     def build(self, target: FrozenTarget, depth: int, vocabulary: Tensor | None = None) -> FeatureHeads:
         made = untrained(self.kind, target.model, narrow=True, guesses=depth)
         made.steps = depth
-        made.norm.weight.data.copy_(BEGIN * target.model.norm.weight)
+        begin(made, target)
         return made.to(target.output.device)
 
     def guesses(self, module: FeatureHeads, target: FrozenTarget, seen: SeenBlock) -> Iterator[Tensor]:
@@ -44,6 +45,19 @@ class DFlashKind(FeatureKind):
         for head in range(module.parallel):
             read = x[:, : ids.shape[1] - head, 1 + head]
             yield module.logits(read[seen.wanted(head)], target.unembed)
+
+
+@torch.no_grad()
+def begin(heads: FeatureHeads, target: FrozenTarget) -> None:
+    """Initial weights with which features pass through attention as they are, and nothing else is added."""
+    assert isinstance(heads, DFlashHeads)
+    heads.fc.weight.normal_(std=0.005)[:, -target.hidden :] += torch.eye(target.hidden)
+    for i, block in enumerate(heads.layers):
+        block.get_parameter("mlp.down_proj.weight").zero_()
+        nn.init.eye_(block.get_parameter("self_attn.v_proj.weight"))
+        through = block.get_parameter("self_attn.o_proj.weight")
+        through.zero_() if i else nn.init.eye_(through)
+    heads.norm.weight.copy_(BEGIN * target.model.norm.weight)
 
 
 class BlocksOverText:
@@ -71,7 +85,7 @@ class BlocksOverText:
             context = context.masked_fill(self.later[:, None, None], float("-inf"))
             own = torch.einsum("rtbhd,rtchd->rthbc", q, k)
             weights = (torch.cat((context, own), -1) * self.scale).softmax(-1)
-            before, inside = weights.split((key.shape[1], k.shape[2]), -1)
+            before, inside = weights.split_with_sizes((key.shape[1], k.shape[2]), -1)
             return torch.einsum("rthbs,rshd->rtbhd", before, value) + torch.einsum("rthbc,rtchd->rtbhd", inside, v)
 
         return read
