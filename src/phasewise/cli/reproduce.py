@@ -51,14 +51,14 @@ class ReproduceOutput:
         """Where results are written, and read before."""
         return self.json or (self.out.with_suffix(".json") if all_ else None)
 
-    def kept(self, all_: bool) -> Kept:
+    def kept(self, all_: bool) -> KeptFindings:
         """What was found before. Raises UserError for a file that is none of these."""
         path = self.file(all_)
-        return _kept(path) if not self.anew and path is not None and path.exists() else Kept({}, {})
+        return _kept(path) if not self.anew and path is not None and path.exists() else KeptFindings({}, {})
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptFindings:
     """What a file holds: reports by name, and the answers of the default methods: by what they were given under
     (`_conditions`), then by what was asked."""
 
@@ -133,7 +133,7 @@ def reproduce(
             reports.append(_one(each, lab, all_, kept.get(each) if all_ else None))
             if file is not None:
                 baselines = before.baselines | {conditions: lab.baselines()}
-                _save(file, Kept(kept | {report.name: report for report in reports}, baselines))
+                _save(file, KeptFindings(kept | {report.name: report for report in reports}, baselines))
             if all_:  # after each of them: it takes long
                 _tell_all(output.out, reports, wanted, kept, scale)
             if output.write is not None:
@@ -219,7 +219,7 @@ def progress(found: Sequence[Report], left: Sequence[str], kept: Mapping[str, Re
     return f"{last.name}: {last.verdict.word}. {done} of {done + len(left)}, about {seconds / 60:.0f} minutes left"
 
 
-def _save(path: Path, kept: Kept) -> None:
+def _save(path: Path, kept: KeptFindings) -> None:
     """Everything, so that a run that is broken off loses nothing: a report, or what answered a question, a line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(kept.reports[name].plain(), ensure_ascii=False) for name in sorted(kept.reports)]
@@ -234,7 +234,7 @@ def _save(path: Path, kept: Kept) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def _kept(path: Path) -> Kept:
+def _kept(path: Path) -> KeptFindings:
     from phasewise.reproduce.report import Report
 
     try:
@@ -244,7 +244,7 @@ def _kept(path: Path) -> Kept:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"json={path} is nothing to go on with, as `reproduce --all` writes it ({error!r}): measure "
                         "all with --anew") from error  # fmt: skip
-    return Kept({report.name: report for report in reports}, baselines)
+    return KeptFindings({report.name: report for report in reports}, baselines)
 
 
 def _conditions(scale: Scale) -> str:

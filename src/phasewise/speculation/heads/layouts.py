@@ -73,27 +73,32 @@ FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 # ---- reading
 def kind_of(stored: StoredHeads) -> str:
     """The kind of the heads in a folder. Raises UserError for one that nothing here reads."""
-    config, tensors = stored.config, stored.tensors
+    config = stored.config
     said = config.get(SAID) or (config.get("model_type") if config.get("model_type") in DRAFTERS else None)
     if said is not None:
         if said not in DRAFTERS:
             raise UserError(f"{stored.path / CONFIG}: {SAID}={said!r} is not supported. {near(str(said), DRAFTERS)}")
         return str(said)
-    names = str(config.get("architectures"))
-    if "dflash_config" in config or "DFlash" in names:
-        return "dflash"
-    if "mask_hidden" in tensors:
-        return "peagle"
-    if "Eagle3" in names or "draft_vocab_size" in config or any(name.startswith("midlayer.") for name in tensors):
-        return "eagle3"
-    if module_tensors(tensors) or "eh_proj.weight" in tensors:
-        return "mtp"
-    if "fc.weight" in tensors:
-        return "eagle1"
+    kind = _told_by_layout(stored)
+    if kind is not None:
+        return kind
     raise UserError(
         f"{stored.path} holds no heads of a known kind: {CONFIG} has no {SAID}, and {WEIGHTS} no fc.weight. "
         f"Known kinds: {', '.join(sorted(DRAFTERS))}."
     )
+
+
+def _told_by_layout(stored: StoredHeads) -> str | None:
+    """The kind that keys of the configuration and names of tensors tell, where none is named."""
+    config, tensors, names = stored.config, stored.tensors, str(stored.config.get("architectures"))
+    signs = {
+        "dflash": "dflash_config" in config or "DFlash" in names,
+        "peagle": "mask_hidden" in tensors,
+        "eagle3": "Eagle3" in names or "draft_vocab_size" in config or any(x.startswith("midlayer.") for x in tensors),
+        "mtp": bool(module_tensors(tensors)) or "eh_proj.weight" in tensors,
+        "eagle1": "fc.weight" in tensors,
+    }
+    return next((kind for kind, seen in signs.items() if seen), None)
 
 
 def feature_heads(model: Model, kinds: Sequence[str], heads: str) -> tuple[FeatureHeads, str]:
