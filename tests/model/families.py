@@ -71,6 +71,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
                                     decoder_sparse_step=2, norm_topk_prob=False),
 }  # fmt: skip
 
+# Families that transformers has no class for, and whose equal it has: their own tests are elsewhere.
+WITHOUT_CLASS = {"mimo"}  # tests/speculation/test_carried_modules.py
+
 ROPES: dict[str, Callable[[], Any]] = {
     "linear": make("LlamaConfig", rope_parameters=_rope(rope_type="linear", factor=3.0)),
     "dynamic": make("LlamaConfig", rope_parameters=_rope(rope_type="dynamic", factor=2.0)),

@@ -43,15 +43,15 @@ class SimulatedRequest:
     """
 
     __slots__ = (
-        "arrived", "computed", "first_token", "high_water", "id", "known", "last_token", "left", "new", "params",
-        "parent", "pool", "prompt_len", "recalled", "recipe", "scores", "slo", "stamps", "tokens", "trace",
+        "arrived", "cached", "computed", "first_token", "high_water", "id", "known", "last_token", "left", "new",
+        "params", "parent", "pool", "prompt_len", "recalled", "recipe", "scores", "slo", "stamps", "tokens", "trace",
     )  # fmt: skip
 
     def __init__(self, id: str, tokens: Sequence[int], new: int, arrived: float, slo: SLO = _SLO) -> None:
         self.id, self.tokens, self.new, self.arrived, self.slo = id, tokens, new, arrived, slo
         self.params, self.recipe, self.parent = _PARAMS, "", None
         self.prompt_len = self.known = len(tokens)
-        self.computed = self.high_water = self.recalled = 0
+        self.computed = self.high_water = self.recalled = self.cached = 0
         self.scores: dict[int, Any] = {}
         self.pool = None
         self.first_token: float | None = None
