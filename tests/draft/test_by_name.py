@@ -15,6 +15,7 @@ from phasewise.llm import LLM
 from phasewise.load import files_of
 from phasewise.methods.draft._datastore import encoded, vocabulary
 from phasewise.request.params import Params
+from phasewise.train import artefacts
 from phasewise.train.heads.kinds import KINDS
 from tests import tiny
 from tests.serve.tiny_chat import chat_checkpoint
@@ -23,7 +24,7 @@ PROMPTS = [
     "import os\nimport sys\n\n\ndef main():\n    for name in os.listdir(sys.argv[1]):\n        print(name)\n\n\ndef",
     "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
 ]
-SHIPPED = ("hydra", "medusa")  # drafters with heads for pocket
+SHIPPED = ("hydra", "medusa", "mtp")  # drafters with heads for pocket
 GREEDY = Params(max_tokens=24, ignore_eos=True)
 
 
@@ -42,9 +43,10 @@ def plain() -> list[list[int]]:
 
 
 def names_its_training(error: Untrained) -> bool:
-    """True if the error names a command that trains the missing heads, of a kind that the trainer knows."""
-    named = re.search(r"Train them: phasewise train heads (\S+) --for \S+ --out ", str(error))
-    return named is not None and named[1] in KINDS
+    """True if the error names a command that trains what is missing, of a kind that the trainer knows."""
+    heads = re.search(r"Train them: phasewise train heads (\S+) --for \S+ --out ", str(error))
+    artefact = re.search(r"Train them: phasewise train artefact ([a-z._0-9]+)\S* --model \S+ --out ", str(error))
+    return (heads is not None and heads[1] in KINDS) or (artefact is not None and artefact[1] in artefacts.names())
 
 
 @pytest.mark.parametrize("name", catalog.names("draft"))
@@ -65,7 +67,7 @@ def test_pocket_says_what_it_says_without(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in catalog.names("draft") if needs(name) == "trained"])
 def test_untrained_drafters_name_a_command_that_exists(name: str) -> None:
     with pytest.raises(Untrained) as caught:
-        tiny.engine({"draft": name})
+        tiny.engine({"draft": f"{name}:model=tiny-draft" if name == "specdec" else name})
     assert names_its_training(caught.value), caught.value
 
 

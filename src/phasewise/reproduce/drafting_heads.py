@@ -39,7 +39,7 @@ LOADS: dict[str, Callable[[StoredHeads], LastStateHeads]] = {"medusa": MedusaHea
 
 
 NODES = 15  # guesses of a tree
-UNROLLED, DRAFT_VOCAB = 80_000, 1024  # tokens to learn from where two ways are compared, and tokens that are guessed
+UNROLLED, DRAFT_VOCAB = 60_000, 768  # tokens to learn from where two ways are compared, and tokens that are guessed
 FLAT, COLLAPSED = 0.9, 0.8  # how often a later guess is right over the first: at least if all are alike, else at most
 LOAD = loads.answering("json", "arithmetic", "list", "copy", n=16)
 
