@@ -67,7 +67,7 @@ def test_pocket_says_what_it_says_without(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in catalog.names("draft") if needs(name) == "trained"])
 def test_untrained_drafters_name_a_command_that_exists(name: str) -> None:
     with pytest.raises(Untrained) as caught:
-        tiny.engine({"draft": f"{name}:model=tiny-draft" if name == "specdec" else name})
+        tiny.engine({"draft": name})
     assert names_its_training(caught.value), caught.value
 
 
