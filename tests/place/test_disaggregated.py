@@ -142,6 +142,7 @@ def test_a_prompts_prefix_is_cached_where_prompts_run() -> None:
     placed.add(again)
     finish(placed, [again])
     assert again.out == first.out and placed.counters.prefix_hits == 64
+    assert (first.cached, again.cached) == (0, 64), "who asked is told"
     assert engines(placed, "decode")[0].prefix_bytes == 0
 
 

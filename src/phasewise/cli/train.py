@@ -156,7 +156,10 @@ def draft(
 @spread
 def heads(
     kind: Annotated[
-        str, typer.Argument(metavar="KIND", help="medusa, hydra, eagle1, eagle3, mtp or dflash. Without one: the list.")
+        str,
+        typer.Argument(
+            metavar="KIND", help="medusa, hydra, hydra_plus, eagle1, eagle3, mtp, dflash. Without one: the list."
+        ),
     ] = "",
     target: Annotated[
         str, typer.Option("--for", metavar="MODEL", help="A directory, a .gguf file, a hub id, pocket.")

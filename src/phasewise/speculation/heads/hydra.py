@@ -80,6 +80,7 @@ class HydraHeads(LastStateHeads):
         self.wide = nn.ModuleList(WideBlock(shape.hidden, head + 2, shape.rank) for head in range(shape.heads))
         self.blocks = nn.ModuleList(ResidualBlocks(shape.hidden, shape.layers - 1, True) for _ in range(shape.heads))
         self.lm_heads = self.output_matrices(shape.head_bias)
+        self.prefix_layer: PrefixLayer | None = None  # what gives h, while the two are trained together
 
     def state(self, head: int, h: Tensor, path: Tensor | None) -> Tensor:
         assert path is not None

@@ -47,7 +47,7 @@ LAYER = "transformer_layer_config"
 # kinds that a folder may hold, and the drafter that reads them
 DRAFTERS = {
     "eagle1": "eagle", "eagle3": "eagle", "peagle": "eagle", "dflash": "dflash", "medusa": "medusa", "mtp": "mtp",
-    "hydra": "hydra",
+    "hydra": "hydra", "hydra_plus": "hydra",
 }  # fmt: skip
 # what a block's settings leave out where they are as transformers has them
 USUAL: dict[str, dict[str, Any]] = {
@@ -410,14 +410,7 @@ def untrained(kind: str, model: Model, *, narrow: bool = False, draft_vocab: int
     half as wide as the model. `draft_vocab`: tokens that an EAGLE-3 head knows; 0: all. `guesses`: those of a pass of
     DFlash's heads; 0: as many as usual. These keep a key head for each query head, for what masks know of the text
     comes through keys and values alone."""
-    its = model.config
-    config = replace(
-        its, family="llama", layers=1, attention=(replace(its.attention[0], window=None, softcap=None),), moe=(None,),
-        ropes=its.ropes[:1], rope_of=(0,), qk_norm=None, norm_offset=0.0, activation="silu", qkv_bias=False,
-        o_bias=False, mlp_bias=False, embed_scale=1.0, logit_softcap=None, fused=False,
-    )  # fmt: skip
-    if narrow:
-        config = replace(config, kv_heads=1, intermediate=its.hidden // 2)
+    its, config = model.config, plain_layer(model, narrow=narrow)
     if kind == "eagle1":
         return Eagle1(config)
     if kind == "mtp":
@@ -432,6 +425,20 @@ def untrained(kind: str, model: Model, *, narrow: bool = False, draft_vocab: int
     return Eagle3(config, Eagle3Options(usual_taps(its.layers), its.hidden, draft_vocab or its.vocab))
 
 
+def plain_layer(model: Model, *, narrow: bool = False) -> ModelConfig:
+    """One layer of a plain Llama as wide as a model's; `narrow`: with one key head and an MLP half as wide as the
+    model."""
+    its = model.config
+    config = replace(
+        its, family="llama", layers=1, attention=(replace(its.attention[0], window=None, softcap=None),), moe=(None,),
+        ropes=its.ropes[:1], rope_of=(0,), qk_norm=None, norm_offset=0.0, activation="silu", qkv_bias=False,
+        o_bias=False, mlp_bias=False, embed_scale=1.0, logit_softcap=None, fused=False,
+    )  # fmt: skip
+    if narrow:
+        config = replace(config, kv_heads=1, intermediate=its.hidden // 2)
+    return config
+
+
 def several(config: ModelConfig, layers: int) -> ModelConfig:
     """The same with so many layers as the first."""
     return replace(
@@ -442,24 +449,14 @@ def several(config: ModelConfig, layers: int) -> ModelConfig:
 # ---- writing
 def settings_of(heads: FeatureHeads, model: Model, tokens: int) -> dict[str, Any]:
     """config.json of heads for a model in the layout of `speculators`; `tokens`: how many are guessed in a row."""
-    config, raw = heads.config, model.files.settings()
-    layer = {
-        "model_type": "qwen3" if config.qk_norm else "llama", "hidden_size": config.hidden,
-        "intermediate_size": config.intermediate, "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads, "head_dim": config.head_dim, "num_hidden_layers": config.layers,
-        "vocab_size": config.vocab, "max_position_embeddings": config.max_positions, "rms_norm_eps": config.eps,
-        "hidden_act": config.activation, "attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias,
-        "tie_word_embeddings": False,
-    }  # fmt: skip
-    layer |= {key: raw.get(key) for key in ROPE if raw.get(key) is not None}
-    proposal = {"proposal_type": "greedy", "speculative_tokens": tokens}
+    raw, proposal = model.files.settings(), {"proposal_type": "greedy", "speculative_tokens": tokens}
     made: dict[str, Any] = {
         SAID: heads.kind,
         "speculators_config": {
             "algorithm": heads.kind, "default_proposal_method": "greedy", "proposal_methods": [proposal],
             "verifier": {"name_or_path": model.files.path.name, "architectures": raw.get("architectures", [])},
         },
-        LAYER: layer,
+        LAYER: layer_settings(heads.config, model),
     }  # fmt: skip
     if isinstance(heads, Eagle3):
         its = heads.options
@@ -477,6 +474,20 @@ def settings_of(heads: FeatureHeads, model: Model, tokens: int) -> dict[str, Any
             "aux_hidden_state_layer_ids": list(own.aux), "mask_token_id": own.mask, "sample_from_anchor": False,
         }  # fmt: skip
     return made
+
+
+def layer_settings(config: ModelConfig, model: Model) -> dict[str, Any]:
+    """The settings of layers as transformers has them, with the rotation of a model's."""
+    raw = model.files.settings()
+    layer = {
+        "model_type": "qwen3" if config.qk_norm else "llama", "hidden_size": config.hidden,
+        "intermediate_size": config.intermediate, "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads, "head_dim": config.head_dim, "num_hidden_layers": config.layers,
+        "vocab_size": config.vocab, "max_position_embeddings": config.max_positions, "rms_norm_eps": config.eps,
+        "hidden_act": config.activation, "attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    return layer | {key: raw.get(key) for key in ROPE if raw.get(key) is not None}
 
 
 def tensors_of(heads: FeatureHeads) -> dict[str, Tensor]:

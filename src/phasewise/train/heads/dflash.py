@@ -16,8 +16,10 @@ from phasewise.model.rope import RopeTables
 from phasewise.speculation.heads.block import AttendRows, FeatureHeads
 from phasewise.speculation.heads.dflash import DFlashHeads
 from phasewise.speculation.heads.layouts import untrained
-from phasewise.train.heads.feature import BEGIN, FeatureKind
+from phasewise.train.heads.feature import FeatureKind
 from phasewise.train.heads.target import FrozenTarget, SeenBlock
+
+FAINT = 0.05  # of the model's logits: those of an average of states are large, and surely wrong
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def begin(heads: FeatureHeads, target: FrozenTarget) -> None:
         nn.init.eye_(block.get_parameter("self_attn.v_proj.weight"))
         through = block.get_parameter("self_attn.o_proj.weight")
         through.zero_() if i else nn.init.eye_(through)
-    heads.norm.weight.copy_(BEGIN * target.model.norm.weight)
+    heads.norm.weight.copy_(FAINT * target.model.norm.weight)
 
 
 class BlocksOverText:

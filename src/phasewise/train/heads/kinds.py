@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from phasewise.errors import UserError, near
 from phasewise.train.heads.dflash import DFlashKind
 from phasewise.train.heads.feature import FeatureKind
-from phasewise.train.heads.last_state import HydraKind, MedusaKind
+from phasewise.train.heads.last_state import HydraKind, HydraPlusKind, MedusaKind
 from phasewise.train.heads.target import FrozenTarget, SeenBlock
 
 
@@ -56,6 +56,7 @@ KINDS: dict[str, HeadsKind] = {
     "eagle1": FeatureKind("eagle1"),
     "eagle3": FeatureKind("eagle3"),
     "hydra": HydraKind(),
+    "hydra_plus": HydraPlusKind(),
     "medusa": MedusaKind(),
     "mtp": FeatureKind("mtp"),
 }

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from phasewise.speculation.heads.hydra import HydraHeads, HydraShape
+from phasewise.speculation.heads.hydra import HydraHeads, HydraShape, PrefixLayer
 from phasewise.speculation.heads.last_state import LastStateHeads
+from phasewise.speculation.heads.layouts import LAYER, layer_settings, plain_layer
 from phasewise.speculation.heads.medusa import MedusaHeads, MedusaShape
+from phasewise.train.heads.feature import UnrolledAttention
 from phasewise.train.heads.target import FrozenTarget, SeenBlock
 
 
@@ -59,3 +62,29 @@ class HydraKind(LastStateKind):
         """The largest rank at which there are no more numbers than in Medusa's heads."""
         widths = sum(2 * (head + 3) for head in range(depth))  # inputs and outputs of two maps, in widths of the model
         return max(1, (depth * (hidden + 1) - 2 * depth) // widths)
+
+
+@dataclass(frozen=True)
+class HydraPlusKind(HydraKind):
+    """Hydra++'s: the same heads behind a prefix layer with one key head and an MLP half as wide as the model. It begins
+    by passing states on as they are."""
+
+    def build(self, target: FrozenTarget, depth: int, vocabulary: Tensor | None = None) -> HydraHeads:
+        made = super().build(target, depth, vocabulary)
+        prefix = PrefixLayer(plain_layer(target.model, narrow=True))
+        with torch.no_grad():
+            for name in ("self_attn.o_proj", "mlp.down_proj"):
+                prefix.get_parameter(f"layers.0.{name}.weight").zero_()
+            prefix.norm.weight.fill_(float(target.model.norm.weight.float().square().mean().sqrt()))
+        made.prefix_layer = prefix
+        return made.to(target.output.device)
+
+    def guesses(self, module: LastStateHeads, target: FrozenTarget, seen: SeenBlock) -> Iterator[Tensor]:
+        assert isinstance(module, HydraHeads) and module.prefix_layer is not None
+        prefix = module.prefix_layer
+        h = prefix.final(prefix.layer(0, seen.h, UnrolledAttention(prefix, seen.block.positions).attend))
+        yield from super().guesses(module, target, replace(seen, h=h))
+
+    def config(self, module: LastStateHeads, target: FrozenTarget) -> dict[str, Any]:
+        assert isinstance(module, HydraHeads) and module.prefix_layer is not None
+        return module.config() | {LAYER: layer_settings(module.prefix_layer.config, target.model)}
