@@ -54,6 +54,14 @@ def test_unknown_systems_are_named_with_near_ones() -> None:
         index.system("snapvk")
 
 
+def test_what_a_check_is_called_needs_no_other_line() -> None:
+    """Names stand alone among the reasons of a verdict, so that none may lean on the line before it."""
+    for name in NAMES:
+        system = index.system(name)
+        checks = *system.counters, *system.savings, *system.attempts, *system.timings
+        assert not [each.name for each in checks if each.name.startswith("the same")], name
+
+
 def test_a_system_says_what_it_must() -> None:
     for name in NAMES:
         system = index.system(name)

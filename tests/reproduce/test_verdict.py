@@ -8,10 +8,10 @@ from itertools import product
 import pytest
 
 from phasewise.reproduce.system import Kind, Part
-from phasewise.reproduce.verdict import ANSWERS_ALONE, CONTROL, SAVING_ALONE, WITHOUT, Check, Verdict, judge
+from phasewise.reproduce.verdict import ANSWERS_ALONE, CONTROL, SAVING_ALONE, UNTRIED, WITHOUT, Check, Verdict, judge
 
 EVERY: tuple[Kind, ...] = ("answers", "cost", "time")
-RANK = {"not here": 0, "partly": 1, "holds": 2}
+RANK = {"not here": 0, "open": 1, "partly": 1, "holds": 2}
 Passed = bool | None
 
 
@@ -129,7 +129,17 @@ def test_other_tokens_than_an_exact_systems_are_not_here() -> None:
 def test_a_failing_counter_spoils() -> None:
     assert exact(*but(EXACT, check("counter", False))).word == "partly"
     assert judge([check("counter", False), check("time", None)], ("time",)).word == "not here"
-    assert judge([check("counter"), check("time", None)], ("time",)).word == "partly"
+    assert judge([check("counter"), check("time", None)], ("time",)).word == "open"
+
+
+def test_where_nothing_that_is_promised_was_judged_the_verdict_is_open() -> None:
+    """Neither a counter, nor a mechanism, nor what follows from the knobs is something of the claim that came true."""
+    nothing = [check("exact"), check("counter"), check("mechanism"), check("time", None)]
+    for arithmetic in (False, True):
+        verdict = judge(nothing, ("cost", "time"), arithmetic=arithmetic)
+        assert verdict.word == "open" and verdict.reasons[0] == UNTRIED
+    assert judge([*nothing, check("cost")], ("cost", "time")).word == "partly"
+    assert judge(but(nothing, check("exact", False)), ("time",)).word == "not here"
 
 
 def test_what_is_missing_is_said_and_counts() -> None:
@@ -188,7 +198,9 @@ def word_of(checks: Sequence[Check], promises: Sequence[Kind], arithmetic: bool)
         return "not here"
     whole = all(each.passed for each in checks) and any(part == "control" for part, _, _ in of)
     asked = {each.part for each in checks} | ({"cost"} if arithmetic else set())
-    return "holds" if whole and set(promises) <= asked else "partly"
+    if whole and set(promises) <= asked:
+        return "holds"
+    return "partly" if stands else "open"
 
 
 def test_the_rule_by_brute_force() -> None:

@@ -103,9 +103,9 @@ def reproduce(
     """Try a published system's claim here, against a baseline and a control that must lose.
 
     Counters are checked against closed forms, answers, cost and time against the baseline and against rivals. The
-    verdict (holds, partly, not here) follows by rule. A drafter takes a minute, a method that gives rows up or reads
-    fewer up to half an hour, and --all some hours on two cores. It keeps what it has found, goes on there when it is
-    started again, and says how long is left.
+    verdict (holds, partly, not here, or open where nothing promised was judged) follows by rule. A drafter takes a
+    minute, a method that gives rows up or reads fewer up to half an hour, and --all some hours on two cores. It keeps
+    what it has found, goes on there when it is started again, and says how long is left.
 
     [bold]Examples[/]
 

@@ -80,7 +80,7 @@ class Page:
 
     def _count(self, everyone: int) -> str:
         words = [found["word"] for row in self.today.values() for found in ROW.finditer(row)]
-        said = [f"{words.count(word)} {word}" for word in ("holds", "partly", "not here") if word in words]
+        said = [f"{words.count(word)} {word}" for word in ("holds", "partly", "not here", "open") if word in words]
         return COUNT.format(today=len(self.today), everyone=everyone, words=", ".join(said) or "none yet")
 
 

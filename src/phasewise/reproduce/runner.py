@@ -226,7 +226,7 @@ def _saved(saving: Saving, system: System, case: Case) -> Check:
     factor = f"{theirs / ours:.2f} times" if ours else "without bound" if theirs else "neither has any"
     measured = f"{text(ours)} against {_named(other)}'s {text(theirs)} ({factor})"
     passed = theirs > 0 and theirs >= saving.least * ours
-    expected = f"at least {saving.least:g} times less"
+    expected = f"at least {saving.least:g} times less" if saving.least > 1 else "no more"
     if saving.against == "control":
         return Check("control", name, measured, expected, passed, "cost", saving.model)
     short = f"{name} {theirs / ours:.2f} times less" if ours else f"{name}: none"

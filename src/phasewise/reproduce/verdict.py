@@ -8,7 +8,7 @@ from typing import Literal
 
 from phasewise.reproduce.system import Kind, Part
 
-Word = Literal["holds", "partly", "not here"]
+Word = Literal["holds", "partly", "not here", "open"]
 CONDITIONS: tuple[Kind, ...] = ("answers", "cost", "time")
 
 
@@ -50,6 +50,7 @@ class Verdict:
 CONTROL = "the control does not lose"
 SAVING_ALONE = "the saving without the answers"
 ANSWERS_ALONE = "the answers without the saving"
+UNTRIED = "nothing that the paper promises was judged"
 WITHOUT = {
     "answers": "the paper's claim is about answers, and none were judged",
     "cost": "the paper's claim is about cost, and none was judged",
@@ -70,6 +71,8 @@ def judge(
     - *not here*: tokens of an exact system differ; answers were promised and stand on no model, whatever is saved;
       they stand and a promised saving does not; or no condition that was tried stands. Arithmetic is no condition
       that was tried: it counts as the saving that kept answers go with. Nor is a mechanism.
+    - *open*: nothing that is promised was judged (no clock was started for a claim about time, say), and nothing else
+      speaks against it.
     - *partly*: everything between.
     """
     reasons = [_reason(check) for check in checks if check.passed is False]
@@ -84,6 +87,8 @@ def judge(
     lost = _lost(checks, promises, arithmetic)
     if lost is not None:
         return Verdict("not here", (*([lost] if lost else []), *reasons))
+    if reasons and not _tried(checks):
+        return Verdict("open", (UNTRIED, *reasons))
     return Verdict("partly" if reasons else "holds", tuple(reasons))
 
 
@@ -91,17 +96,26 @@ def _lost(checks: Sequence[Check], promises: Sequence[Kind], arithmetic: bool) -
     """Why a claim is not here, empty where a failed check says it; None if it is not so."""
     if any(check.part == "exact" and check.passed is False for check in checks):
         return ""
-    answers = _answers(checks)
-    saved = [_stands(check, checks) for check in checks if check.part in ("cost", "time") and check.passed is not None]
+    answers, saved = _answers(checks), _saved(checks)
     kept = any(answers)
     if "answers" in promises and answers and not kept:
         return SAVING_ALONE if arithmetic or any(saved) else ""
     if kept and {"cost", "time"} & {*promises} and not arithmetic and saved and not any(saved):
         return ANSWERS_ALONE
-    tried = [*answers, *saved]
+    tried = _tried(checks)
     if tried and not any(tried):
         return ""
     return "" if not tried and any(check.part == "counter" and check.passed is False for check in checks) else None
+
+
+def _tried(checks: Sequence[Check]) -> list[bool]:
+    """Whether each condition stands that was judged."""
+    return [*_answers(checks), *_saved(checks)]
+
+
+def _saved(checks: Sequence[Check]) -> list[bool]:
+    """Whether cost and time stand, for each check of them that was judged."""
+    return [_stands(check, checks) for check in checks if check.part in ("cost", "time") and check.passed is not None]
 
 
 def _answers(checks: Sequence[Check]) -> list[bool]:

@@ -127,10 +127,10 @@ SYSTEM = System(
     attempts=(
         Attempt("answers", "loss of what follows a prompt, held out: none less own", "all of it above 0",
                 lead("none"), model="pocket"),
-        Attempt("control", "the same: random latents less own", "all of it above 0",
+        Attempt("control", "loss of what follows a prompt, held out: random latents less own", "all of it above 0",
                 lead("random"), "answers", "pocket"),
-        Attempt("control", "the same: another prompt's latents less own", "all of it above 0",
-                lead("another"), "answers", "pocket"),
+        Attempt("control", "loss of what follows a prompt, held out: another prompt's latents less own",
+                "all of it above 0", lead("another"), "answers", "pocket"),
     ),
     timings=(Timing("time per token at 512 tokens", 1.0, tokens=512, price=True),),
     note="The coprocessor is the base with low-rank weights. Without trained weights nothing of this can be examined: "

@@ -172,8 +172,8 @@ SYSTEM = System(
     attempts=(
         Attempt("answers", "facts of three tiny models, said by one with both others' caches, less the best alone",
                 "all of it above 0", facts_gain, model=RECEIVER),
-        Attempt("control", "the same facts, less those said with other prompts' caches", "all of it above 0",
-                facts_lost, "answers", RECEIVER),
+        Attempt("control", "facts of three tiny models, said by one, less those said with other prompts' caches",
+                "all of it above 0", facts_lost, "answers", RECEIVER),
         Attempt("control", "loss of code, method less the same with open gates closed and closed ones open",
                 "all of it above 0", gates_matter, "mechanism"),
     ),

@@ -69,9 +69,11 @@ SYSTEM = System(
         Timing("time per token", seconds=loads.pace, price=True),
         Timing("time per token, both models padded to sixteen times the weights", 1.0, loads.pace, model="pocket-wide",
                settings={"method": growing("pocket-draft-wide"), "baseline": fixed("pocket-draft-wide")}),
-        Timing(f"the same, T={TEMPERATURE}", 1.0, loads.pace, model="pocket-wide", load=hot,
+        Timing(f"time per token at T={TEMPERATURE}, both models padded to sixteen times the weights", 1.0, loads.pace,
+               model="pocket-wide", load=hot,
                settings={"method": growing("pocket-draft-wide"), "baseline": fixed("pocket-draft-wide")}),
-        Timing("the same with the default theta, greedy", seconds=loads.pace, model="pocket-wide", price=True,
+        Timing("time per token with the default theta, both models padded", seconds=loads.pace,
+               model="pocket-wide", price=True,
                settings={"method": growing("pocket-draft-wide", 0.0), "baseline": fixed("pocket-draft-wide")}),
     ),
     note="The baseline is a fixed tree of as many nodes, two children of each. A level of them is one pass of the "

@@ -87,8 +87,8 @@ SYSTEM = System(
     ),
     timings=(
         Timing("time per token, the model padded to sixteen times the weights", 1.0, loads.pace, model="pocket-wide"),
-        Timing("the same, against the draft model as it is", 1.0, loads.pace, model="pocket-wide",
-               settings={"baseline": EXACT}),
+        Timing("time per token, the model padded to sixteen times the weights, against the draft model as it is", 1.0,
+               loads.pace, model="pocket-wide", settings={"baseline": EXACT}),
     ),
     note="The pocket model guesses for itself, or for itself padded, so that only the grouping costs guesses; eight "
     "layers are few to group. What the paper gains it gains on idle devices: on one CPU the attentions of a group run "

@@ -149,8 +149,8 @@ SYSTEM = System(
                 held),
         Attempt("cost", f"requests that decode at once in the KV bytes of {WHOLE} whole ones",
                 f"as many of {BATCH} as fit beside one copy of the prefix, more than dense attention has", fits),
-        Attempt("control", "the same where prompts have nothing in common", "as many as with dense attention",
-                fits_apart, "cost"),
+        Attempt("control", "requests that decode at once where prompts have nothing in common",
+                "as many as with dense attention", fits_apart, "cost"),
     ),
     timings=(
         Timing("time per token, all requests", 1.0, loads.per_token),

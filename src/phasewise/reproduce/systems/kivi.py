@@ -95,7 +95,7 @@ SYSTEM = System(
     attempts=(
         Attempt("control", "error of keys with the axes swapped", f"over {WORSE} times that by channel", axes,
                 "mechanism"),
-        Attempt("control", f"the same, {STRANGER}", f"over {WORSE} times that by channel",
+        Attempt("control", f"error of keys with the axes swapped, {STRANGER}", f"over {WORSE} times that by channel",
                 partial(axes, model=STRANGER), "mechanism", STRANGER),
         Attempt("answers", "loss of code in four bits", f"at most {CLOSE} nats more", finer, model="pocket"),
         Attempt("mechanism", "greedy choices in eight bits that are those of rows as they are", f"over {ALIKE:.0%}",

@@ -160,7 +160,8 @@ SYSTEM = System(
                 "above 1 in every round", against_plain),
         Attempt("time", "time per token, both models padded, a core for each, against drafting in turns on one",
                 "above 1 in every round", against_turns),
-        Attempt("time", f"the same, T={TEMPERATURE:g}", "above 1 in every round", against_turns_sampled),
+        Attempt("time", f"time per token at T={TEMPERATURE:g}, both models padded, a core for each, against drafting "
+                "in turns on one", "above 1 in every round", against_turns_sampled),
     ),
     note="The models share two cores and one memory bus, and reading weights is most of what either does; the paper "
     "gives each a device. Counters are those of the twin in the engine's thread, which does all the same in turns.",

@@ -74,8 +74,8 @@ SYSTEM = System(
     attempts=(
         Attempt("answers", f"likelihood of replies to tasks, {STRANGER}, method less dense", "all of it above 0",
                 partial(replies_gain, other=0.0), model=STRANGER),
-        Attempt("control", f"the same, less that with every factor turned over, {STRANGER}", "all of it above 0",
-                partial(replies_gain, other=-1.0), "answers", STRANGER),
+        Attempt("control", f"likelihood of replies to tasks, {STRANGER}, method less every factor turned over",
+                "all of it above 0", partial(replies_gain, other=-1.0), "answers", STRANGER),
     ),
     timings=(Timing("time per token at 512 tokens", 1.0, tokens=512, price=True),),
     note="Heads and factor were chosen by `phasewise train artefact attend.zero_tuning` on fresh draws of the training "
