@@ -56,6 +56,15 @@ def test_older_reports_stand_apart_and_systems_without_one_are_named() -> None:
     assert BEFORE not in put(after, [report("Ab")], "ab", titles)
 
 
+def test_cells_of_the_table_are_short() -> None:
+    """The first words of a reason stand there, and the number of the others; the section has all."""
+    long = "slower: " + "many words, " * 40
+    page = document([report("Ab", "partly", long, "another")], "all")
+    (row,) = (line for line in page.splitlines() if line.startswith("| [Ab]"))
+    assert len(row) < 320 and "| slower: many words, many" in row and "words ... (and 1 more) |" in row
+    assert f"- {long}" in page[page.index("## Ab\n") :]
+
+
 def test_what_is_said_of_an_older_rule_stays_as_long_as_its_rows() -> None:
     page = document([report("Ab"), report("Cd")], "all", older=["ab", "cd"]).replace(AGAIN, "Another rule.\n\nTwice.")
     after = put(page, [report("Cd")], "cd")

@@ -172,6 +172,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 OVERVIEW = ("system", "claim", "here", "verdict", "why no more")
+CELL = 200  # characters of a cell of the overview at most; the system's section has the rest
 
 
 def overview(reports: Sequence[Report]) -> str:
@@ -184,9 +185,14 @@ def summary(report: Report) -> list[str]:
     reasons = report.verdict.reasons
     more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
     return [
-        f"[{report.title}](#{anchor(report.title)})", report.line, _ours(report), f"**{report.verdict.word}**",
-        reasons[0] + more if reasons else "",
+        f"[{report.title}](#{anchor(report.title)})", report.line, _cut(_ours(report)), f"**{report.verdict.word}**",
+        _cut(reasons[0]) + more if reasons else "",
     ]  # fmt: skip
+
+
+def _cut(text: str) -> str:
+    """The first words of a text that is too long for a cell."""
+    return text if len(text) <= CELL else text[:CELL].rpartition(" ")[0].rstrip(",;:") + " ..."
 
 
 def anchor(title: str) -> str:
