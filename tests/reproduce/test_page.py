@@ -12,7 +12,7 @@ from phasewise.reproduce import index
 from phasewise.reproduce.lab import Scale
 from phasewise.reproduce.page import AGAIN, BEFORE, TABLE, document, put, read
 from phasewise.reproduce.report import Report, anchor
-from phasewise.reproduce.verdict import Verdict
+from phasewise.reproduce.verdict import Check, Verdict
 from tests.cli.conftest import Cli
 
 SCALE = Scale(None, 5, 0, True, False)
@@ -63,6 +63,29 @@ def test_cells_of_the_table_are_short() -> None:
     (row,) = (line for line in page.splitlines() if line.startswith("| [Ab]"))
     assert len(row) < 320 and "| slower: many words, many" in row and "words ... (and 1 more) |" in row
     assert f"- {long}" in page[page.index("## Ab\n") :]
+
+
+def test_the_table_tells_models_apart_and_drawn_answers_from_greedy_ones() -> None:
+    checks = (
+        Check(
+            "answers", "right answers (copy), pocket, method less baseline", "", "", True, None, "pocket", "-1 points"
+        ),
+        Check(
+            "answers",
+            "right answers (copy, T=1.5), pocket, method less baseline",
+            "",
+            "",
+            True,
+            None,
+            "pocket",
+            "+2 points",
+        ),
+        Check(
+            "answers", "right answers (keys), smollm2, method less baseline", "", "", True, None, "smollm2", "+3 points"
+        ),
+    )
+    said = "answers (pocket) -1 points, at T=1.5 +2 points; answers (smollm2) +3 points"
+    assert f"| {said} |" in document([replace(report("Ab"), checks=checks)], "all")
 
 
 def test_what_is_said_of_an_older_rule_stays_as_long_as_its_rows() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -172,6 +173,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 OVERVIEW = ("system", "claim", "here", "verdict", "why no more")
+SAMPLED = re.compile(r", T=(?P<temperature>[\d.]+)\), ")  # in the name of a check on answers
 CELL = 200  # characters of a cell of the overview at most; the system's section has the rest
 
 
@@ -201,12 +203,18 @@ def anchor(title: str) -> str:
     return kept.replace(" ", "-")
 
 
+def _written(check: Check) -> str:
+    """What a check on answers found, in a few words; of drawn answers with their temperature."""
+    sampled = SAMPLED.search(check.name)
+    return f"at T={sampled['temperature']} {check.short}" if sampled and check.short else check.short
+
+
 def _ours(report: Report) -> str:
     """What answers, cost and time come to here, in one line."""
     said = []
     models = list(dict.fromkeys(check.model for check in report.checks if check.part == "answers" and check.short))
     for model in models:
-        shorts = [check.short for check in report.checks if check.part == "answers" and check.model == model]
+        shorts = [_written(check) for check in report.checks if check.part == "answers" and check.model == model]
         said.append(f"answers{f' ({model})' if model else ''} {', '.join(filter(None, shorts))}")
     said += [check.short for check in report.checks if check.part == "cost" and check.short]
     said += [f"{each} (arithmetic)" for each in report.arithmetic]
