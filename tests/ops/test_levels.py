@@ -19,7 +19,7 @@ ROWS = ["bfloat16", "int8"]  # forms that they come in
 OUTPUTS = 131  # two panels, and some of a third
 HALF_AT = {"Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}  # float16; others at 0
 WIDE = ("Q4_K", "Q5_K", "Q6_K")
-NEW = [kind for kind in KINDS if kind.startswith("INT4")]  # that are no file's
+NEW = [kind for kind in KINDS if kind.startswith(("INT4", "E4M3"))]  # that are no file's
 
 
 @pytest.fixture(params=EACH, autouse=True)
@@ -43,6 +43,9 @@ def expand(kind: str, raw: np.ndarray) -> Tensor:
     if kind not in NEW:
         found = gguf.quants.dequantize(raw.reshape(len(raw), -1), gguf.GGMLQuantizationType[kind])
         return torch.from_numpy(np.asarray(found, dtype=np.float32).reshape(len(raw), -1))
+    if kind.startswith("E4M3"):
+        levels = torch.from_numpy(raw[:, :, 4:].copy()).view(torch.float8_e4m3fn).float()
+        return (torch.from_numpy(raw[:, :, :4].copy().view(np.float32)) * levels).reshape(len(raw), -1)
     scales, nibbles = raw[:, :, :2].copy().view(np.float16).astype(np.float32), raw[:, :, -KINDS[kind].inputs // 2 :]
     zeros = raw[:, :, 2:3].astype(np.float32) if kind.endswith("ZEROS") else np.float32(8)
     levels = np.stack((nibbles & 15, nibbles >> 4), 3).reshape(*raw.shape[:2], -1)
@@ -55,10 +58,10 @@ def layer_of(kind: str, rows: str, raw: Tensor, bias: Tensor | None = None) -> P
 
 def some_blocks(kind: str, scale: float | None) -> tuple[Tensor, Tensor]:
     """Random blocks uint8 [out, bytes of a row] and what they stand for; every float16 is `scale`, or any of a size."""
-    values, size, _ = KINDS[kind]
+    values, size, *_ = KINDS[kind]
     random = np.random.default_rng(size)
     raw = random.integers(0, 256, (OUTPUTS, (768 if kind in WIDE else 640) // values, size), dtype=np.uint8)
-    for at in HALF_AT.get(kind, (0,)):
+    for at in () if kind.startswith("E4M3") else HALF_AT.get(kind, (0,)):
         drawn = random.uniform(0.001, 0.01, raw.shape[:2]) if scale is None else np.full(raw.shape[:2], scale)
         raw[:, :, at : at + 2] = drawn.astype(np.float16)[..., None].view(np.uint8)
     if kind == "MXFP4":
@@ -67,6 +70,13 @@ def some_blocks(kind: str, scale: float | None) -> tuple[Tensor, Tensor]:
         raw[:, :, :4] = random.integers(0, 90, (*raw.shape[:2], 4)) if scale is None else 64
     if kind.endswith("ZEROS"):
         raw[:, :, 2] &= 15
+    if kind.startswith("E4M3"):
+        drawn = random.uniform(0.001, 0.01, raw.shape[:2]) if scale is None else np.full(raw.shape[:2], scale)
+        raw[:, :, :4] = drawn.astype(np.float32)[..., None].view(np.uint8)
+        raw[:, :, 4:][raw[:, :, 4:] & 127 == 127] = 0  # no number
+        if scale is not None:
+            whole = torch.arange(-16, 16).float().to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+            raw[:, :, 4:] = whole[raw[:, :, 4:] & 31]
     return torch.from_numpy(raw.reshape(OUTPUTS, -1)), expand(kind, raw)
 
 
@@ -106,7 +116,8 @@ def test_rows_are_their_own_and_equal_the_twin(kind: str, rows: str) -> None:
         assert torch.equal(apart.view(torch.int32), together[: len(few)].view(torch.int32)), size
     fine = torch.ones(513, dtype=torch.bool)
     fine[[7, 200]] = False
-    want = plain.multiply(x[fine], weight, KINDS[kind].group, as_bytes=rows == "int8")
+    as_bytes = rows == "int8" and KINDS[kind].whole
+    want = plain.multiply(x[fine], weight, KINDS[kind].group, as_bytes=as_bytes)
     assert ((together[fine].double() - want).abs() <= 1e-5 * (x[fine].abs() @ weight.abs().T) + 1e-6).all()
     halves = x.bfloat16()
     assert torch.equal(layer(halves)[fine], layer(halves.float())[fine].bfloat16())
@@ -117,7 +128,7 @@ def test_rows_are_their_own_and_equal_the_twin(kind: str, rows: str) -> None:
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind].whole])
 def test_rows_of_bytes_are_alike_on_the_matrix_unit(kind: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of bytes are exact within a group, and take one order over groups: the kernels for AVX-512 give the same."""
     if target != "amx" or "avx512" not in HERE:
@@ -155,3 +166,20 @@ def test_parts_of_unlike_kinds() -> None:
     x = torch.randn(70, parts[0].inputs)
     want = torch.cat([PackedWeights.of([part], None)(x) for part in parts], 1)
     assert torch.equal(PackedWeights.of(parts, None)(x), want)
+
+
+@pytest.mark.parametrize("kind", ["E4M3_32", "E4M3_128"])
+def test_every_float_of_eight_bits(kind: str) -> None:
+    """Each has its value, those below the smallest normal number too; one that is no number spoils its output alone."""
+    values, size, *_ = KINDS[kind]
+    raw = np.zeros((OUTPUTS, 256 // values, size), dtype=np.uint8)
+    raw[:, :, :4] = np.array([1], np.float32).view(np.uint8)
+    raw[1::2, :, 4:] = np.arange(256, dtype=np.uint8).reshape(-1, values)
+    raw[:, :, 4:][raw[:, :, 4:] & 127 == 127] = 1
+    weight = expand(kind, raw)
+    layer = layer_of(kind, "bfloat16", torch.from_numpy(raw.reshape(OUTPUTS, -1)))
+    assert torch.equal(layer.dense(), weight.bfloat16())
+    assert torch.equal(layer(torch.eye(256)), weight.T)
+    raw[4, 0, 9] = 255
+    spoiled = layer_of(kind, "bfloat16", torch.from_numpy(raw.reshape(OUTPUTS, -1)))(torch.ones(9, 256))
+    assert spoiled[:, 4].isnan().all() and spoiled[:, :4].isfinite().all() and spoiled[:, 5:].isfinite().all()

@@ -11,7 +11,7 @@ Layouts differ in what lies beside what. Words are int32 of eight levels, the fi
     float-quantized  weight fp8 [out, in]             a scale per output or per block of outputs, or one in weight_scale
     fp8              weight fp8 [out, in]             a scale per block of outputs and inputs in weight_scale_inv
 
-FP8 (e4m3) has no kernel yet: it is expanded, and the log says so.
+FP8 (e4m3) is kept where the scales of 32 inputs are one, else expanded, and the log says so.
 Words run along the divided dimension. AWQ has the eight outputs of a word in the order `INTERLEAVED`.
 """
 
@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 
 INTERLEAVED = (0, 2, 4, 6, 1, 3, 5, 7)  # outputs of a word of AWQ's, from the lowest bits up
 BLOCKS = (128, 64, 32)  # inputs of a block of 4 bits
+FLOAT_BLOCKS = (128, 32)  # of FP8
 OUTPUTS = 256  # of which blocks are made at a time
 MIDDLE = 8  # the level of 4 bits that stands for 0 where nothing says otherwise
 Shape = tuple[int, ...]
@@ -95,6 +96,11 @@ class FileLayout(NamedTuple):
     rows: Callable[[Tensor, int, int], Bytes]  # outputs from start to end, uint8 [end - start, in * bits / 8]
     zero_levels: Callable[[Tensor], Bytes]  # zeros uint8 [out, groups]
 
+    @property
+    def floats(self) -> bool:
+        """Whether levels are floats."""
+        return self.dtype == torch.float8_e4m3fn
+
 
 LAYOUTS = {
     "gptq": FileLayout(
@@ -122,7 +128,7 @@ LAYOUTS = {
         "weight", "weight_scale", None, None, 8, torch.int8, False,
         size=lambda shape: (shape[0], shape[1]),
         zeros_shape=lambda outputs, groups: (outputs, groups),
-        rows=lambda levels, start, end: levels[start:end].numpy().view(np.uint8),
+        rows=lambda levels, start, end: levels[start:end].view(torch.uint8).numpy(),
         zero_levels=lambda words: words.numpy().view(np.uint8),
     ),
 }  # fmt: skip
@@ -157,14 +163,16 @@ class QuantisedMatrix:
         ordered = bool((np.diff(self.group_of) >= 0).all())
         # inputs whose groups are mixed (GPTQ's desc_act) are brought together
         self.columns = None if ordered else np.argsort(self.group_of, kind="stable")
-        self.block = KINDS["Q8_0"].inputs if self.layout.bits == 8 else self._block()
+        self.block = KINDS["Q8_0"].inputs if self.layout.bits == 8 and not self.layout.floats else self._block()
 
     def _block(self) -> int:
-        """Inputs of a block: the most that lie within one group wherever they do."""
+        """Inputs of a block: the most that lie within one group wherever they do. 0: floats that none of them fits."""
         counts = np.bincount(self.group_of)
-        for size in BLOCKS:
+        for size in FLOAT_BLOCKS if self.layout.floats else BLOCKS:
             if not (counts % size).any():
                 return size
+        if self.layout.floats:
+            return 0
         raise WeightsError(f"{self.name} has groups of {counts.min()} to {counts.max()} inputs, of {self.inputs} in "
                            "all; groups of a multiple of 32 inputs can be read.")  # fmt: skip
 
@@ -180,10 +188,12 @@ class QuantisedMatrix:
 
     @cached_property
     def kind(self) -> str | None:
-        """The kind of blocks that hold exactly these numbers. None: there is none of fp8, or float16 does not hold all
-        scales."""
+        """The kind of blocks that hold exactly these numbers. None: there is none, since groups of fp8 are of other
+        sizes, or since float16 does not hold all scales."""
+        if self.layout.floats:
+            return f"E4M3_{self.block}" if self.block else None
         exact = self.scales.dtype == torch.float16 or bool((self.scales.half().float() == self.scales.float()).all())
-        if not exact or self.layout.dtype == torch.float8_e4m3fn:
+        if not exact:
             return None
         if self.layout.bits == 8:
             return "Q8_0"
@@ -215,8 +225,9 @@ class QuantisedMatrix:
             rows = levels[:, ::2] | levels[:, 1::2] << np.uint8(4)
         groups = groups[:: self.block]
         blocks = out.reshape(end - start, len(groups), -1)
-        halves = self._scales(slice(start, end)).half().numpy()[:, groups]
-        blocks[:, :, :2] = np.ascontiguousarray(halves)[..., None].view(np.uint8)
+        scales = self._scales(slice(start, end)).to(torch.float32 if self.layout.floats else torch.float16)
+        heads = np.ascontiguousarray(scales.numpy()[:, groups])[..., None].view(np.uint8)
+        blocks[:, :, : heads.shape[-1]] = heads
         if self.zero_levels is not None:
             blocks[:, :, 2] = self.zero_levels[start:end, groups]
         blocks[:, :, -self.block * self.layout.bits // 8 :] = rows.reshape(*blocks.shape[:2], -1)
@@ -236,7 +247,7 @@ class QuantisedMatrix:
 
     def _values(self, some: slice) -> Tensor:
         """Levels less zeros of some outputs, float32."""
-        if self.layout.dtype == torch.float8_e4m3fn:
+        if self.layout.floats:
             return self.levels[some].float()
         if self.layout.bits == 8:
             return torch.from_numpy(self.layout.rows(self.levels, some.start, some.stop).view(np.int8)).float()
@@ -276,8 +287,9 @@ class Quantised(QuantisedTensors[QuantisedMatrix]):
         if found is None:
             return None
         if found.kind is None:
-            fp8 = self._layout.dtype == torch.float8_e4m3fn
-            self._tell(found, "expanded", "fp8 has no kernel yet" if fp8 else "float16 does not hold all of its scales")
+            inexact = "float16 does not hold all of its scales"
+            uneven = f"groups of fp8 are kept where they are a multiple of {FLOAT_BLOCKS[-1]} inputs"
+            self._tell(found, "expanded", uneven if self._layout.floats else inexact)
             return None
         if found.columns is not None:
             self._tell(
@@ -347,7 +359,7 @@ class Quantised(QuantisedTensors[QuantisedMatrix]):
         if layout.order in parts:
             said = self._order(module, parts[layout.order], inputs, groups)
             group_of = group_of if np.array_equal(said, group_of) else said
-        if layout.bits == 8 and layout.dtype != torch.float8_e4m3fn and inputs % KINDS["Q8_0"].inputs:
+        if layout.bits == 8 and not layout.floats and inputs % KINDS["Q8_0"].inputs:
             raise self._wrong(module, f"has {inputs} inputs, and a multiple of {KINDS['Q8_0'].inputs} is read")
         name = f"{self.directory}: {module}"
         return QuantisedMatrix(name, layout, levels, scales, zeros, self._said.less_one, group_of, tall)

@@ -44,13 +44,19 @@ struct Fetched {
 template <long BITS_> struct PlainLevels {
   static constexpr long BITS = BITS_, GROUP = SECTION;
   static constexpr int OFFSET = BITS == 8 ? 128 : 0;  // bytes of 8 bits are multiplied with their signs
-  static constexpr bool TABLE = false;
+  static constexpr bool TABLE = false, E4M3 = false;
   static constexpr int8_t VALUES[16] = {};
 };
 
+struct E4m3Levels : PlainLevels<8> {
+  static constexpr int OFFSET = 0;
+  static constexpr bool E4M3 = true;
+};
+
 template <class Kind>
-using Alike = std::conditional_t<!Kind::TABLE, PlainLevels<Kind::BITS>,
-                                 std::conditional_t<Kind::OFFSET == 128, IQ4_NL, MXFP4>>;
+using Alike = std::conditional_t<Kind::E4M3, E4m3Levels,
+              std::conditional_t<!Kind::TABLE, PlainLevels<Kind::BITS>,
+              std::conditional_t<Kind::OFFSET == 128, IQ4_NL, MXFP4>>>;
 
 template <class Kind> constexpr int PARTS = Kind::GROUP < SECTION ? 2 : 1;  // groups of a section
 
@@ -218,6 +224,8 @@ template <class Levels> struct FloatLevels {
 
   // What a word holds for `nibble` of its place, as large as place_of_level makes it.
   __attribute__((always_inline)) static F of(I word, int nibble, I mask) {
+    if constexpr (Levels::E4M3)
+      return from_e4m3(shift_right(word, nibble / 2 * 8) & 255) * (float)(1 << place_of_level(false, nibble));
     return __builtin_convertvector(masked(nibble) ? word & mask : shift_right(word, NIBBLES ? 28 : 24), F);
   }
 

@@ -122,6 +122,19 @@ struct EighthBytes {  // a float of 8 bits for each of four groups, without a si
   }
 };
 
+// d in float32. Levels of e4m3 follow; if one of them is no number, neither is d, nor what the group is multiplied to.
+template <long INPUTS> struct Float32 {
+  static constexpr long BYTES = 4;
+  static constexpr bool MINIMA = false;
+  static void put(const uint8_t* block, uint8_t* head, long output) {
+    float d = load<float>(block);
+    for (long i = 0; i < INPUTS; i++)
+      if ((block[BYTES + i] & 127) == 127) d = __builtin_nanf("");
+    store((float*)head + output, d);
+  }
+  static void get(const uint8_t* head, long, long at, F& d, F&) { d = load<F>((const float*)head + at); }
+};
+
 struct HalvesAndZeros {  // d in float16, and the level that stands for 0, a byte: m = -d * zero
   static constexpr long BYTES = 3;
   static constexpr bool MINIMA = true;
@@ -151,6 +164,7 @@ template <class S, long BITS_, long GROUP_, long INPUTS_> struct KindOf {
   static constexpr long BITS = BITS_, GROUP = GROUP_, INPUTS = INPUTS_;
   static constexpr long BYTES = INPUTS * BITS / 8 + S::BYTES;
   static constexpr bool TABLE = false;  // whether values stand in one
+  static constexpr bool E4M3 = false;   // whether levels are floats of 8 bits
   static constexpr int8_t VALUES[16] = {};
 };
 
@@ -245,6 +259,22 @@ struct Int4 : KindOf<std::conditional_t<ZEROS, HalvesAndZeros, Halves>, 4, GROUP
     for (long i = 0; i < GROUP_; i++) to[i] = bytes[i / 2] >> i % 2 * 4 & 15;
   }
 };
+
+// Not a file's own: floats of 8 bits (a sign, four bits of exponent, three of fraction), as checkpoints in FP8 have them,
+// with a scale in float32. They are no whole numbers: rows that meet them are in bfloat16 in either form.
+template <long GROUP_> struct Fp8 : KindOf<Float32<GROUP_>, 8, GROUP_, GROUP_> {
+  static constexpr bool E4M3 = true;
+  static constexpr int OFFSET = 0;
+  static void levels(const uint8_t* block, uint8_t* to) { memcpy(to, block + 4, GROUP_); }
+};
+
+constexpr float E4M3_UNIT = 1.329227995784916e36f;  // 2^120, the difference of both exponents' zeros
+
+inline float from_e4m3(int level) {
+  const uint32_t bits = (level & 127u) << 20 | (level & 128u) << 24;
+  return load<float>(&bits) * E4M3_UNIT;
+}
+inline F from_e4m3(I level) { return (F)((level & 127) << 20 | (level & 128) << 24) * E4M3_UNIT; }
 
 template <class Kind> constexpr int value_of(int level) {
   return Kind::TABLE ? Kind::VALUES[level & 15] : level - Kind::OFFSET;
@@ -358,6 +388,19 @@ template <class Kind> constexpr BfloatTable bfloat_values() {
 
 inline I shift_right(I v, int by) { return (I)((__attribute__((vector_size(LANES * 4))) uint32_t)v >> by); }
 
+#if LANES == 16
+// The upper bytes of all halves, e4m3, in bfloat16. Below the smallest normal number there are eight, in a table.
+inline I pairs_of_e4m3(I halves) {
+  alignas(64) static constexpr uint16_t SMALL[32] = {0,      0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+  const __m512i all = (__m512i)halves, exponents = _mm512_set1_epi16(0x7800);
+  __m512i normal = _mm512_and_si512(_mm512_srli_epi16(all, 4), _mm512_set1_epi16(0x07f0));
+  normal = _mm512_add_epi16(normal, _mm512_set1_epi16(120 << 7));
+  const __mmask32 small = _mm512_testn_epi16_mask(all, exponents);
+  normal = _mm512_mask_permutexvar_epi16(normal, small, _mm512_srli_epi16(all, 8), load<__m512i>(SMALL));
+  return (I)_mm512_ternarylogic_epi32(_mm512_set1_epi16((short)0x8000), all, normal, 0xca);  // a ? b : c, bit by bit
+}
+#endif
+
 // What a section of a panel holds for the LANES outputs from `at` on. Steps, words and pairs count within it.
 template <class Kind> struct Section {
   const uint8_t* data;
@@ -420,7 +463,10 @@ template <class Kind> struct Section {
   __attribute__((always_inline)) I pair(long step, int pair, long at) const {
     static constexpr BfloatTable TABLE = bfloat_values<Kind>();
 #if LANES == 16
-    if constexpr (Kind::BITS == 4) {  // the table comes twice: what is beside the nibble does not count
+    if constexpr (Kind::E4M3) {
+      const I word = words(step * 2 + pair % 2, at);
+      return pairs_of_e4m3(pair < 2 ? (I)_mm512_slli_epi16((__m512i)word, 8) : word);
+    } else if constexpr (Kind::BITS == 4) {  // the table comes twice: what is beside the nibble does not count
       __m512i index = _mm512_srli_epi16((__m512i)words(step, at), pair * 4);
       return (I)_mm512_permutexvar_epi16(index, load<__m512i>(TABLE.at));
     } else if constexpr (Kind::BITS == 5) {
@@ -448,7 +494,10 @@ template <class Kind> struct Section {
   }
 
  private:
-  static F value(I level) { return __builtin_convertvector(level - Kind::OFFSET, F); }
+  static F value(I level) {
+    if constexpr (Kind::E4M3) return from_e4m3(level);
+    else return __builtin_convertvector(level - Kind::OFFSET, F);
+  }
 
   static constexpr Table16 bytes_of(const BfloatTable& table, int from) {
     Table16 bytes = {};

@@ -43,8 +43,9 @@ template <class Kind> void unpack_row(const WeightsPart& part, long inputs, long
     panel_scales<Kind>(panel, from / Kind::GROUP, at, d, m);
     for (long i = 0; i < Kind::GROUP; i++) {
       const uint8_t* section = panel + section_at<Kind>((from + i) / SECTION);
-      float value = (float)value_of<Kind>(level_at<Kind>(section, output, (from + i) % SECTION));
-      out[i] = narrow(value * d[output - at] + m[output - at]);  // the product is exact
+      const int level = level_at<Kind>(section, output, (from + i) % SECTION);
+      const float value = Kind::E4M3 ? from_e4m3(level) : (float)value_of<Kind>(level);
+      out[i] = narrow(value * d[output - at] + m[output - at]);  // the product is exact, or m nought
     }
   }
 }
@@ -61,13 +62,17 @@ template <class Kind> constexpr Form pairs_form() {
 }
 
 template <class Kind> constexpr Form bytes_form() {
-  constexpr long GROUP = IN_GROUP_OF<Kind>;
-  constexpr int INPUTS = GROUP == 32 ? INPUTS_BYTES_32 : GROUP == 64 ? INPUTS_BYTES_64 : INPUTS_BYTES_128;
+  if constexpr (Kind::E4M3) {
+    return pairs_form<Kind>();
+  } else {
+    constexpr long GROUP = IN_GROUP_OF<Kind>;
+    constexpr int INPUTS = GROUP == 32 ? INPUTS_BYTES_32 : GROUP == 64 ? INPUTS_BYTES_64 : INPUTS_BYTES_128;
 #if MATRIX_UNIT
-  return {INPUTS, level_panel_bytes<Kind>, pack_blocks<Kind>, unit_bytes<Kind>, unpack_row<Kind>};
+    return {INPUTS, level_panel_bytes<Kind>, pack_blocks<Kind>, unit_bytes<Kind>, unpack_row<Kind>};
 #else
-  return {INPUTS, level_panel_bytes<Kind>, pack_blocks<Kind>, multiply_bytes<Kind>, unpack_row<Kind>};
+    return {INPUTS, level_panel_bytes<Kind>, pack_blocks<Kind>, multiply_bytes<Kind>, unpack_row<Kind>};
 #endif
+  }
 }
 
 #if LANES != 8
@@ -95,4 +100,5 @@ const Form LEVEL_FORMS[] = {  // in the order of KINDS in ops/native/levels.py
     BOTH(IQ4_NL),         BOTH(MXFP4),          BOTH(NVFP4),
     BOTH(Int4<32, false>), BOTH(Int4<64, false>), BOTH(Int4<128, false>),
     BOTH(Int4<32, true>),  BOTH(Int4<64, true>),  BOTH(Int4<128, true>),
+    BOTH(Fp8<32>),         BOTH(Fp8<128>),
 };

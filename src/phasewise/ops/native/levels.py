@@ -25,15 +25,18 @@ class BlockRows(Protocol):
 
 
 class LevelKind(NamedTuple):
-    """`inputs` of an output lie in a block of `size` bytes. Rows in int8 have a scale for every `group` inputs."""
+    """`inputs` of an output lie in a block of `size` bytes. Rows in int8 have a scale for every `group` inputs; not
+    `whole`: levels are no whole numbers, and rows stay in bfloat16."""
 
     inputs: int
     size: int
     group: int = 32
+    whole: bool = True
 
 
 # In the order of levels.cpp. INT4 is what AWQ, GPTQ and compressed-tensors are brought into: float16 d, with ZEROS a
 # byte for the level that stands for 0 (else it is 8), and bytes of two inputs each, the earlier in the low nibble.
+# E4M3 is what checkpoints in FP8 are brought into: float32 d, and a float of 8 bits (e4m3fn) for each input.
 KINDS = {
     "Q4_0": LevelKind(32, 18),
     "Q4_1": LevelKind(32, 20),
@@ -52,6 +55,8 @@ KINDS = {
     "INT4_32_ZEROS": LevelKind(32, 19),
     "INT4_64_ZEROS": LevelKind(64, 35, 64),
     "INT4_128_ZEROS": LevelKind(128, 67, 128),
+    "E4M3_32": LevelKind(32, 36, whole=False),
+    "E4M3_128": LevelKind(128, 132, 128, whole=False),
 }
 
 # Each of them is two forms: for rows rounded to bfloat16, where levels are exact too, and to int8.
