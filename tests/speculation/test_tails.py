@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -229,6 +230,8 @@ def test_native_passes_are_the_open_ones(left_out: tuple[tuple[int, ...], tuple[
     near = torch.nn.functional.cosine_similarity(opened, whole)
     astray = int((near <= 0.999).sum())  # a row between two experts may be given the other one by a rounding
     assert astray <= (1 if experts else 0) and near.min() > 0.98
+    if astray:  # then another set of experts is read
+        counted, also = (replace(counters, expert_loads=0) for counters in (counted, also))
     assert counted == also
 
 
