@@ -188,6 +188,27 @@ class FeatureHeads(nn.Module):
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
 
+class LayeredHeads(FeatureHeads):
+    """Heads of whole layers, as models have them, and a norm before the output head. Rows are features [..., d]."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.row_width = config.hidden
+        self.layers = nn.ModuleList(NormedBlock(config) for _ in range(config.layers))
+        self.norm = BlockNorm(config.hidden, config.eps)
+
+    def inputs(self, embedded: Tensor, feature: Tensor) -> Tensor:
+        return feature
+
+    def layer(self, i: int, x: Tensor, attend: AttendRows) -> Tensor:
+        out: Tensor = self.layers[i](x, attend)
+        return out
+
+    def final(self, output: Tensor) -> Tensor:
+        normed: Tensor = self.norm(output)
+        return normed
+
+
 class PackedLinear(nn.Module):
     """A linear layer in the engine's own form, which reads memory faster."""
 

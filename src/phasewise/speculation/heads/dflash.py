@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from phasewise.model.config import ModelConfig
-from phasewise.speculation.heads.block import AttendRows, BlockAttention, BlockNorm, FeatureHeads, NormedBlock
+from phasewise.speculation.heads.block import BlockAttention, BlockNorm, LayeredHeads, NormedBlock
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class DFlashOptions:
     head: bool = False
 
 
-class DFlashHeads(FeatureHeads):
+class DFlashHeads(LayeredHeads):
     """Layers of a model, over features of the target and a block of masks."""
 
     kind: ClassVar[str] = "dflash"
@@ -40,12 +40,10 @@ class DFlashHeads(FeatureHeads):
 
     def __init__(self, config: ModelConfig, options: DFlashOptions) -> None:
         super().__init__(config)
-        self.options, self.taps, self.row_width = options, options.aux, config.hidden
+        self.options, self.taps = options, options.aux
         self.parallel, self.mask = options.block - 1, options.mask
         self.fc = nn.Linear(len(options.aux) * config.hidden, config.hidden, bias=False)
         self.hidden_norm = BlockNorm(config.hidden, config.eps)
-        self.layers = nn.ModuleList(NormedBlock(config) for _ in range(config.layers))
-        self.norm = BlockNorm(config.hidden, config.eps)
         if options.embeddings:
             self.embed_tokens = nn.Embedding(config.vocab, config.hidden)
         if options.head:
@@ -57,18 +55,7 @@ class DFlashHeads(FeatureHeads):
         feature: Tensor = self.hidden_norm(self.fc(states))
         return feature
 
-    def inputs(self, embedded: Tensor, feature: Tensor) -> Tensor:
-        return feature
-
     def keys_values(self, i: int, feature: Tensor) -> tuple[Tensor, Tensor]:
         block = self.layers[i]
         assert isinstance(block, NormedBlock) and isinstance(block.self_attn, BlockAttention)
         return block.self_attn.keys_values(feature)
-
-    def layer(self, i: int, x: Tensor, attend: AttendRows) -> Tensor:
-        out: Tensor = self.layers[i](x, attend)
-        return out
-
-    def final(self, output: Tensor) -> Tensor:
-        normed: Tensor = self.norm(output)
-        return normed

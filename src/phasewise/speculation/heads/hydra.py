@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from phasewise.errors import UserError
-from phasewise.model.config import ModelConfig
-from phasewise.speculation.heads.block import AttendRows, BlockNorm, FeatureHeads, NormedBlock
+from phasewise.speculation.heads.block import LayeredHeads
 from phasewise.speculation.heads.folder import StoredHeads
 from phasewise.speculation.heads.last_state import HeadsShape, LastStateHeads
 from phasewise.speculation.heads.medusa import ResidualBlocks
@@ -103,25 +102,8 @@ class HydraHeads(LastStateHeads):
         return cls(HydraShape(hidden, vocab))
 
 
-class PrefixLayer(FeatureHeads):
+class PrefixLayer(LayeredHeads):
     """The prefix layer of Hydra++. The feature of a token, its state after the final norm, is a row; what comes out is
     normed once more."""
 
     kind: ClassVar[str] = "hydra"
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
-        self.row_width = config.hidden
-        self.layers = nn.ModuleList([NormedBlock(config)])
-        self.norm = BlockNorm(config.hidden, config.eps)
-
-    def inputs(self, embedded: Tensor, feature: Tensor) -> Tensor:
-        return feature
-
-    def layer(self, i: int, x: Tensor, attend: AttendRows) -> Tensor:
-        out: Tensor = self.layers[i](x, attend)
-        return out
-
-    def final(self, output: Tensor) -> Tensor:
-        normed: Tensor = self.norm(output)
-        return normed
