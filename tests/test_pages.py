@@ -18,7 +18,7 @@ import typer.main
 from packaging.utils import canonicalize_name
 
 from phasewise import catalog
-from phasewise.cli.app import app
+from phasewise.cli.app import program
 from phasewise.options import parse
 from phasewise.plan.fit import FittedLine
 from phasewise.plan.profile import Profile
@@ -74,7 +74,7 @@ def test_every_option_exists_and_every_method_can_be_built(
             assert (ROOT / words[1]).is_file(), words
             continue
         assert words[0] == "phasewise", words
-        command, rest, context = typer.main.get_command(app), words[1:], None
+        command, rest, context = typer.main.get_command(program()), words[1:], None
         while hasattr(command, "commands") and rest:
             context = command.context_class(command, info_name=rest[0], parent=context)
             command, rest = command.commands[rest[0]], rest[1:]

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 PAUSE = 10.0  # seconds between two plain lines; work that takes less time prints none
 
@@ -63,13 +62,22 @@ class Count(Protocol):
 
 
 @contextmanager
+def counting_in_lines(what: str, total: int) -> Iterator[Count]:
+    """Plain lines, on a terminal too, where several processes tell of their work."""
+    lines = ProgressLines()
+    yield lambda done, note="": lines.tell(f"{what}: {done} of {total}{', ' * bool(note)}{note}")
+
+
+@contextmanager
 def counting(what: str, total: int) -> Iterator[Count]:
     """A bar, or plain lines; the yielded function takes how many of `total` are done, and a note."""
     on = console()
     if not on.is_terminal:
-        lines = ProgressLines()
-        yield lambda done, note="": lines.tell(f"{what}: {done} of {total}{', ' * bool(note)}{note}")
+        with counting_in_lines(what, total) as count:
+            yield count
         return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),

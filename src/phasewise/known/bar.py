@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.progress import TransferSpeedColumn as SpeedColumn
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
 
 Say = Callable[[str], object]
 
@@ -42,6 +42,10 @@ class Stages:
 @contextmanager
 def stages(model: str, say: Say) -> Iterator[Stages]:
     """A bar on stderr if that is a terminal; else `say` gets a line per stage."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import TransferSpeedColumn as SpeedColumn
+
     on = Console(stderr=True, highlight=False)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), SpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=on, transient=True, disable=not on.is_terminal) as bar:
