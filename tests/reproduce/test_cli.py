@@ -145,3 +145,20 @@ def test_without_weights_one_system_stops_and_all_of_them_go_on(
                "--json", tmp_path / "found.json")  # fmt: skip
     page = (tmp_path / "reproduced.md").read_text()
     assert said.code == 0 and "phasewise train artefact evict.rlkv" in page and "## Prompt lookup" in page
+
+
+def test_several_at_the_same_time(cli: Cli, tmp_path: Path) -> None:
+    """Processes side by side find what one finds, and tell it in the order asked for; times would not be worth it."""
+    names, files = ("prompt_lookup", "fastgen"), [tmp_path / "one.json", tmp_path / "two.json"]
+    for file, jobs in zip(files, ("1", "2")):
+        said = cli("reproduce", *names, "--quick", "--no-time", "--jobs", jobs, "--json", file)
+        assert said.code == 0 and said.out.index("## Prompt lookup\n") < said.out.index("## DeepSpeed-FastGen"), (
+            said.err
+        )
+    one, two = (json.loads(file.read_text()) for file in files)
+    assert len(one["reports"]) == 2 and one["baselines"].keys() == two["baselines"].keys()
+    for report in (*one["reports"], *two["reports"]):
+        report.update(seconds=0.0, busy=0.0)
+    assert one["reports"] == two["reports"]
+    refused = cli("reproduce", "--all", "--jobs", "2")
+    assert refused.code == 2 and "add --no-time" in refused.err

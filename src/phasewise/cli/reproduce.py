@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import count
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +18,7 @@ import typer
 
 from phasewise.cli import show
 from phasewise.cli.options import spread
-from phasewise.cli.progress import counting, say
+from phasewise.cli.progress import Count, counting, counting_in_lines, say
 from phasewise.errors import UserError
 
 if TYPE_CHECKING:
@@ -79,6 +82,9 @@ class ReproduceEffort:
     quick: Annotated[
         bool, typer.Option("--quick", help="Small samples and one round, to see that everything runs.")
     ] = False
+    jobs: Annotated[
+        int, typer.Option(min=1, help="Systems measured at the same time. More than 1 needs --no-time.")
+    ] = 1
 
     def scale(self) -> Scale:
         from phasewise.reproduce.lab import Scale
@@ -112,32 +118,31 @@ def reproduce(
       phasewise reproduce
       phasewise reproduce snapkv --no-time
       phasewise reproduce quest tidal --write docs/results/reproduced.md
-      phasewise reproduce --all --no-time && phasewise reproduce --all
+      phasewise reproduce --all --no-time --jobs 2 && phasewise reproduce --all
       phasewise reproduce --all --anew --json reproduced.json
     """
     from phasewise.reproduce import index
-    from phasewise.reproduce.lab import Lab
     from phasewise.reproduce.report import overview
 
     if not names and not all_:
         _list()
         return
-    _check(names or [], all_, output)
+    _check(names or [], all_, output, effort)
     scale, before, file = effort.scale(), output.kept(all_), output.file(all_)
     kept, conditions = before.reports, _conditions(scale)
     reports: list[Report] = []
-    wanted = names or index.names()
-    with Lab.open(scale) as lab:
-        lab.grades |= before.baselines.get(conditions, {})
-        for each in wanted:
-            reports.append(_one(each, lab, all_, kept.get(each) if all_ else None))
-            if file is not None:
-                baselines = before.baselines | {conditions: lab.baselines()}
-                _save(file, KeptFindings(kept | {report.name: report for report in reports}, baselines))
-            if all_:  # after each of them: it takes long
-                _tell_all(output.out, reports, wanted, kept, scale)
-            if output.write is not None:
-                _put(output.write, reports, kept, scale)
+    wanted, answers = names or index.names(), before.baselines.get(conditions, {})
+    for report, answered in _found(wanted, scale, kept if all_ else None, answers, effort.jobs):
+        reports.append(report)
+        answers = answers | answered
+        if file is not None:
+            found = {report.name: report for report in reports}
+            _save(file, KeptFindings(kept | found, before.baselines | {conditions: answers}))
+        if all_:  # after each of them: it takes long
+            _tell_all(output.out, reports, wanted, kept, scale, effort.jobs)
+        if output.write is not None:
+            _put(output.write, reports, kept, scale)
+    reports.sort(key=lambda report: wanted.index(report.name))
     sections = [overview(reports)] if all_ else [*(report.markdown() for report in reports)]
     print("\n\n".join(sections))
 
@@ -150,14 +155,17 @@ def _list() -> None:
     show.table(["name", "system", "paper"], [[each, s.title, str(s.paper)] for each, s in systems])
 
 
-def _tell_all(out: Path, reports: list[Report], wanted: list[str], kept: dict[str, Report], scale: Scale) -> None:
+def _tell_all(
+    out: Path, reports: list[Report], wanted: list[str], kept: dict[str, Report], scale: Scale, jobs: int
+) -> None:  # fmt: skip
     """Write the page as far as it goes, and say how long is left."""
-    if len(reports) < len(wanted):
-        say(progress(reports, wanted[len(reports) :], kept, scale))
+    done = {report.name for report in reports}
+    if left := [name for name in wanted if name not in done]:
+        say(progress(reports, left, kept, scale, jobs))
     _write(out, reports, kept, scale)
 
 
-def _check(names: list[str], all_: bool, output: ReproduceOutput) -> None:
+def _check(names: list[str], all_: bool, output: ReproduceOutput, effort: ReproduceEffort) -> None:
     """Raise UserError for what can be seen before anything is done."""
     from phasewise.reproduce import index, page
 
@@ -165,6 +173,8 @@ def _check(names: list[str], all_: bool, output: ReproduceOutput) -> None:
         raise UserError(f"--all tries every system: leave {' '.join(names)!r} out, or leave --all out")
     for name in names:
         index.system(name)
+    if effort.jobs > 1 and not effort.no_time:
+        raise UserError(f"jobs={effort.jobs} would take times while others run: add --no-time, and take times after")
     if output.anew and not all_:
         raise UserError("--anew measures every system again: it goes with --all")
     if output.write is not None and all_:
@@ -173,7 +183,55 @@ def _check(names: list[str], all_: bool, output: ReproduceOutput) -> None:
         page.put(_read(output.write), [], "")
 
 
-def _one(name: str, lab: Lab, among: bool, kept: Report | None) -> Report:
+Answers = dict[str, list[float]]
+"""Grades of the default methods by what was asked."""
+Counting = Callable[[str, int], AbstractContextManager[Count]]
+
+
+def _found(
+    wanted: Sequence[str], scale: Scale, kept: Mapping[str, Report] | None, answers: Answers, jobs: int
+) -> Iterator[tuple[Report, Answers]]:  # fmt: skip
+    """Each system's report, and the default methods' answers that are known by then: in turn, or as they end where
+    `jobs` processes measure. `kept` are reports that may stand; None measures all anew."""
+    from phasewise.reproduce.lab import Lab
+
+    among = kept is not None
+    if jobs == 1:
+        with Lab.open(scale) as lab:
+            lab.grades |= answers
+            for name in wanted:
+                yield _one(name, lab, among, (kept or {}).get(name)), lab.baselines()
+        return
+    # spawned, since torch's threads do not survive a fork
+    with ProcessPoolExecutor(jobs, get_context("spawn"), _open_lab, (scale, answers)) as pool:
+        try:
+            for one in as_completed(
+                [pool.submit(_one_of_several, name, among, (kept or {}).get(name)) for name in wanted]
+            ):
+                yield one.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+_labs: list[tuple[AbstractContextManager[Lab], Lab]] = []  # the lab of a process that measures for another
+
+
+def _open_lab(scale: Scale, answers: Answers) -> None:
+    from phasewise.reproduce.lab import Lab
+
+    opened = Lab.open(scale)
+    _labs.append((opened, opened.__enter__()))  # its folder goes with the process
+    _labs[0][1].grades |= answers
+
+
+def _one_of_several(name: str, among: bool, kept: Report | None) -> tuple[Report, Answers]:
+    lab = _labs[0][1]
+    return _one(name, lab, among, kept, counting_in_lines), lab.baselines()
+
+
+def _one(
+    name: str, lab: Lab, among: bool, kept: Report | None, counted: Counting = counting
+) -> Report:  # fmt: skip
     from phasewise.reproduce import index
     from phasewise.reproduce.runner import complete, reproduce, settled, stages, timed
 
@@ -183,7 +241,7 @@ def _one(name: str, lab: Lab, among: bool, kept: Report | None) -> Report:
     if kept is not None and complete(kept, lab.scale):
         return kept
     began, worked = time.monotonic(), _worked()
-    with counting(name, stages(system, lab.scale)) as bar:
+    with counted(name, stages(system, lab.scale)) as bar:
         if kept is not None and settled(kept, lab.scale):
             found = timed(kept, system, lab, lambda what: bar(next(done)))
         else:
@@ -202,9 +260,11 @@ def _worked() -> float:
     return spent.user + spent.system + spent.children_user + spent.children_system
 
 
-def progress(found: Sequence[Report], left: Sequence[str], kept: Mapping[str, Report], scale: Scale) -> str:
+def progress(
+    found: Sequence[Report], left: Sequence[str], kept: Mapping[str, Report], scale: Scale, jobs: int = 1
+) -> str:  # fmt: skip
     """The last verdict, and about how long those will take that are left: as long as they took before, or as the
-    others on average."""
+    others on average, `jobs` at a time."""
     from phasewise.reproduce import index
     from phasewise.reproduce.runner import complete
 
@@ -216,7 +276,9 @@ def progress(found: Sequence[Report], left: Sequence[str], kept: Mapping[str, Re
         if before is None or before.digest != index.digest(name) or not complete(before, scale):
             seconds += before.seconds if before is not None and before.seconds else mean
     last, done = found[-1], len(found)
-    return f"{last.name}: {last.verdict.word}. {done} of {done + len(left)}, about {seconds / 60:.0f} minutes left"
+    return (
+        f"{last.name}: {last.verdict.word}. {done} of {done + len(left)}, about {seconds / jobs / 60:.0f} minutes left"
+    )
 
 
 def _save(path: Path, kept: KeptFindings) -> None:
