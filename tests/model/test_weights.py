@@ -20,6 +20,7 @@ from phasewise.model.layout import layout
 from phasewise.model.model import Model
 from phasewise.model.parse import parse_config
 from phasewise.model.weights import Checkpoint, Weights
+from tests.mapped import resident
 
 from .families import FAMILIES
 from .reference import prompt, run, save_random, theirs
@@ -270,18 +271,6 @@ def test_several_files_without_an_index(checkpoint: Path) -> None:
     fails(checkpoint, "2 safetensors files", "index")
 
 
-def resident(tensor: torch.Tensor) -> int:
-    """Bytes of the mapping that holds a tensor which are in memory now."""
-    found, inside = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        first, _, last = line.split()[0].partition("-")
-        if last:
-            inside = int(first, 16) <= tensor.data_ptr() < int(last, 16)
-        elif inside and first == "Rss:":
-            found = 1024 * int(line.split()[1])
-    return found
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="pages are given back on Linux alone")
 def test_what_was_read_leaves_memory_and_can_be_read_again(tmp_path: Path) -> None:
     """Of each of the files; what is no view of a file is left alone."""
@@ -294,9 +283,9 @@ def test_what_was_read_leaves_memory_and_can_be_read_again(tmp_path: Path) -> No
     for name, tensor in given.items():
         read = checkpoint.read(name)
         copy = read.clone()  # of all pages
-        assert resident(read) >= read.nbytes
+        assert resident(read.data_ptr()) >= read.nbytes
         checkpoint.let_go(read)
-        assert resident(read) < read.nbytes // 4
+        assert resident(read.data_ptr()) < read.nbytes // 4
         checkpoint.let_go(copy)
         assert torch.equal(copy, tensor) and torch.equal(read, tensor)
 

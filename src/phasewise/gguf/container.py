@@ -7,9 +7,10 @@ held against what is left of the file first.
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,11 @@ NUMBERS = {  # type id -> struct format
     0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<B", 10: "<Q", 11: "<q", 12: "<d",
 }  # fmt: skip
 BOOL, STRING, ARRAY = 7, 8, 9
+LENGTH = struct.Struct("<Q")  # of a text, before it
 MOST_DIMENSIONS = 4
 LONGEST_KEY = 65_535  # bytes, of a key or the name of a tensor
 MOST = (1 << 31) - 1  # of any size that metadata give
+AROUND = 1 << 21  # bytes, a power of 2: Linux maps up to so many where one is read of a file that it has in memory
 
 
 class BrokenFile(UserError):
@@ -66,12 +69,17 @@ class _Cursor:
         self.at += size
         return value
 
-    def raw(self, what: str, most: int | None = None) -> bytes:
-        length = self.number("<Q", what)
+    def skip(self, what: str, most: int | None = None) -> int:
+        """Passes over a text, and returns its length in bytes."""
+        length: int = self.number("<Q", what)
         if most is not None and length > most:
             raise self.fail(f"{what} is {length:,} bytes long, and {most:,} are the most")
         self.need(length, what)
         self.at += length
+        return length
+
+    def raw(self, what: str, most: int | None = None) -> bytes:
+        length = self.skip(what, most)
         return self.data[self.at - length : self.at]
 
     def text(self, what: str, most: int | None = None) -> str:
@@ -80,6 +88,32 @@ class _Cursor:
             return raw.decode("utf-8")
         except UnicodeDecodeError as error:
             raise self.fail(f"{what} is not UTF-8 ({error.reason} at byte {error.start})") from error
+
+
+class TextArray:
+    """An array of texts as the file has it, each after its length: `raw`. A list of them would take ten times the
+    memory. They come as bytes, since old vocabularies are not all UTF-8."""
+
+    def __init__(self, raw: bytes, count: int) -> None:
+        self._raw, self._count = raw, count
+
+    @classmethod
+    def of(cls, texts: Sequence[str]) -> TextArray:
+        raw = [each.encode() for each in texts]
+        return cls(b"".join(LENGTH.pack(len(each)) + each for each in raw), len(raw))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[bytes]:
+        at = 0
+        for _ in range(self._count):
+            (length,) = LENGTH.unpack_from(self._raw, at)
+            at += LENGTH.size + length
+            yield self._raw[at - length : at]
+
+    def __repr__(self) -> str:
+        return repr(list(itertools.islice(self, 9)))
 
 
 class GGUFFile:
@@ -136,7 +170,10 @@ class GGUFFile:
         if inner != STRING:
             raise cursor.fail(f"{key} is an array of the type {inner}; only numbers and strings can be in one")
         self._believe(cursor, length, f"strings in {key}", 8)
-        return [cursor.raw(key) for _ in range(length)]  # bytes: old vocabularies are not all UTF-8
+        start = cursor.at
+        for _ in range(length):
+            cursor.skip(key)
+        return TextArray(cursor.data[start : cursor.at], length)
 
     def _tensors(self, cursor: _Cursor, count: int) -> dict[str, TensorInfo]:
         headers = [self._header(cursor) for _ in range(count)]
@@ -186,8 +223,11 @@ class GGUFFile:
         return flat.reshape(-1, info.type.bytes_of(info.shape[-1:]))
 
     def let_go(self, start: int, end: int) -> None:
-        """Gives back the memory of bytes `start` to `end` of the file; they are read again if they must be."""
-        start, end = start // mmap.PAGESIZE * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+        """Gives back the memory of bytes `start` to `end` of the file; they are read again if they must be.
+
+        What lies in the same `AROUND` bytes goes too: the kernel maps that much around each page that is read.
+        """
+        start, end = start // AROUND * AROUND, min(-(-end // AROUND) * AROUND, len(self._map))
         if end > start and hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
 
@@ -245,7 +285,7 @@ class Metadata:
     def texts(self, key: str) -> list[str]:
         """A list of texts; bytes that are not UTF-8 become U+FFFD."""
         value = self.values.get(key)
-        if not isinstance(value, list):
+        if not isinstance(value, TextArray):
             raise self.wrong(key, "a list of texts")
         return [each.decode("utf-8", "replace") for each in value]
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phasewise.errors import UnsupportedModel, UserError, near
-from phasewise.gguf.container import Metadata
+from phasewise.gguf.container import Metadata, TextArray
 from phasewise.gguf.vocabulary import CONTROL, USER_DEFINED
 
 # "pairs": rows of a head are (first, second) of each rotated pair in turn; "raised": a norm's weight plus one
@@ -134,11 +134,11 @@ def _ends(meta: Metadata, vocab: int) -> list[int]:
     """The tokens that end an answer: those that the metadata name, which is one as a rule, and those whose text says so
     in all published vocabularies that have them."""
     tokens = meta.values.get("tokenizer.ggml.tokens")
-    if isinstance(tokens, list) and len(tokens) > vocab:
+    if isinstance(tokens, TextArray) and len(tokens) > vocab:
         raise UserError(f"{meta.path}: {len(tokens):,} tokens, and embeddings of {vocab:,}. Export it again.")
     named = [meta.index(f"tokenizer.ggml.{name}_token_id", vocab) for name in ("eos", "eot", "eom")]
     types = meta.array("tokenizer.ggml.token_type", whole=True)
-    known = [i for i, text in enumerate(tokens) if text in ENDS] if isinstance(tokens, list) else []
+    known = [i for i, text in enumerate(tokens) if text in ENDS] if isinstance(tokens, TextArray) else []
     marks = [i for i in known if i < len(types) and types[i] in (CONTROL, USER_DEFINED)]
     return list(dict.fromkeys(i for i in (*named, *marks) if i is not None))
 

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from phasewise.errors import UnsupportedModel
 from phasewise.gguf import vocabulary
-from phasewise.gguf.container import Metadata
+from phasewise.gguf.container import Metadata, TextArray
 from phasewise.gguf.vocabulary import CONTROL, NORMAL, SPLITS, UNUSED, USER_DEFINED
 
 MODEL, PRE, LIST = "tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.ggml.tokens"
@@ -69,8 +69,7 @@ def _tokens(tokenizer: Tokenizer, special: Mapping[str, str], size: int) -> dict
 
 def _same(tokenizer: Tokenizer, found: Mapping[str, Any], path: Path) -> bool:
     """Whether what is read from this metadata is the pipeline."""
-    as_read = {name: [each.encode() for each in value] if isinstance(value, list) else value
-               for name, value in found.items()}  # fmt: skip
+    as_read = {name: TextArray.of(value) if isinstance(value, list) else value for name, value in found.items()}
     again = vocabulary.tokenizer(Metadata(as_read, path))
     marks = [added.content for added in tokenizer.get_added_tokens_decoder().values()]
     probes = [*PROBES, *(f"a {mark} b{mark}c" for mark in marks)]

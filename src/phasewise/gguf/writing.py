@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from phasewise.gguf.blocks import TYPES, Bytes
-from phasewise.gguf.container import ARRAY, BOOL, DEFAULT_ALIGNMENT, MAGIC, NUMBERS, STRING
+from phasewise.gguf.container import ARRAY, BOOL, DEFAULT_ALIGNMENT, MAGIC, NUMBERS, STRING, TextArray
 
 TYPE_OF = {kind.name: number for number, kind in TYPES.items()}
 U32, I32, F32, U64, I64 = 4, 5, 6, 10, 11
@@ -71,7 +71,7 @@ def _value(value: Any) -> bytes:
     """A value of the metadata with its type: numbers in 32 bits, where they fit."""
     if isinstance(value, (str, bytes)):
         return struct.pack("<I", STRING) + _text(value)
-    if isinstance(value, list):
+    if isinstance(value, (list, TextArray)):
         return struct.pack("<IIQ", ARRAY, STRING, len(value)) + b"".join(map(_text, value))
     if isinstance(value, np.ndarray):
         kind = BOOL if value.dtype == bool else ARRAYS[value.dtype]

@@ -79,7 +79,7 @@ class Tokenizer:
     @cached_property
     def longest(self) -> int:
         """Characters of the longest vocabulary entry: a text of n characters has some n / longest tokens or more."""
-        return max(map(len, self.backend.get_vocab()), default=1)
+        return max((len(self.token(i) or "") for i in range(self.size)), default=1)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of ids, invalid UTF-8 as U+FFFD; special tokens are left out unless asked for.

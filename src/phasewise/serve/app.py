@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phasewise.errors import UserError
+from phasewise.model.source import forget
 from phasewise.serve.guard.policy import ServePolicy
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ def run(
         check(policy)
         loaded = llm() if callable(llm) else llm
         app = create_app(loaded, name=name, slo=slo, policy=policy)
+        forget()  # a file's vocabulary, as lists of words
+        gc.collect()
         gc.freeze()  # what is imported and loaded stays: looking through it again takes a tenth of a second
         try:
             called = app.state.service.name
