@@ -77,7 +77,8 @@ clean: ## Remove .venv, caches and built wheels
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 	find src tests scripts -name __pycache__ -prune -exec rm -rf {} +
 
-# ---- environment: one stamp per set of extras; a larger set contains the smaller ones
+# ---- environment: one stamp per set of extras; a larger set contains the smaller ones. Who only serves needs the kernels of
+# one processor, not of all.
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -90,13 +91,13 @@ comma := ,
 define install
 	@echo "phasewise: installing the '$(1)' dependencies into $(VENV) (once; the first time takes a few minutes)"
 	@$(PIP) torch setuptools
-	@$(PIP) --no-build-isolation --editable '.[$(1)]'
+	@$(3) $(PIP) --no-build-isolation --editable '.[$(1)]'
 	@touch $(foreach stamp,$(2),$(VENV)/.$(stamp))
 	@echo "phasewise: installed; 'source $(BIN)/activate' puts phasewise on the path of a terminal"
 endef
 
 $(VENV)/.serve: $(PINS) | $(BIN)/python
-	$(call install,serve$(comma)grammar$(comma)bench,serve)
+	$(call install,serve$(comma)grammar$(comma)bench,serve,PHASEWISE_BUILD=best)
 
 $(VENV)/.test: $(PINS) | $(BIN)/python
 	$(call install,test,serve test)

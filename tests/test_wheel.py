@@ -19,6 +19,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from phasewise.ops import native
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "phasewise"
 KERNELS = {"x86_64": {"amx", "avx512_fma", "avx512", "avx2"}, "aarch64": {"neon_dot", "neon"}}.get(
@@ -50,6 +52,33 @@ def make(out: Path, *words: str, **environment: str) -> subprocess.CompletedProc
         pytest.importorskip(tool)
     command = [sys.executable, str(ROOT / "scripts" / "build_wheel.py"), "--out", str(out), *words]
     return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+
+
+V3, V4 = "avx2 fma f16c", "avx2 fma f16c avx512f avx512bw avx512dq avx512vl avx512_bf16 avx512_vnni"
+
+
+@pytest.mark.parametrize(
+    ("vendor", "flags", "built"),
+    [
+        ("AuthenticAMD", V3, ["avx2"]),
+        ("AuthenticAMD", V4, ["avx512"]),
+        ("GenuineIntel", V4, ["avx512_fma"]),
+        ("GenuineIntel", f"{V4} amx_tile amx_bf16 amx_int8", ["amx", "avx512_fma"]),
+        ("GenuineIntel", f"{V3} avx512f avx512bw", ["avx2"]),
+        ("GenuineIntel", "sse4_2", []),
+    ],
+)
+def test_what_a_server_compiles(vendor: str, flags: str, built: list[str]) -> None:
+    """The kernels that this processor would take of all; where little is known of it, all."""
+    best = runpy.run_path(str(ROOT / "setup.py"))["best"]
+    assert best(f"processor : 0\nvendor_id\t: {vendor}\nflags\t\t: fpu {flags}\nbugs\t\t:\n\n") == built
+
+
+@pytest.mark.skipif(sys.platform != "linux" or "avx2" not in KERNELS, reason="reads /proc/cpuinfo of x86")
+def test_a_server_compiles_what_is_taken_here() -> None:
+    built = runpy.run_path(str(ROOT / "setup.py"))["best"](Path("/proc/cpuinfo").read_text())
+    taken = [name for name in native.TARGETS if (found := native.load(name)) is not None and found.suits()]
+    assert taken[:1] == [name for name in built if name in taken][:1]
 
 
 @pytest.fixture(scope="module")
