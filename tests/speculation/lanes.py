@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from phasewise.engine.assembly import kv_shapes
@@ -23,10 +26,17 @@ from phasewise.speculation.one_pass import MaskedBlock, MaskedTail, OnePassCompa
 from phasewise.step.forward import forward
 from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome
-from tests import uncached
+from tests import tiny, uncached
 
 KINDS, ONE_PASS = ("eagle3", "eagle1", "mtp"), ("peagle", "dflash")
+LAYERS, D = 8, 48  # of the target
 C = TypeVar("C", bound=FeatureCompanion)
+
+
+@cache
+def target() -> Model:
+    """The tiny model of so many layers that published taps lie in it."""
+    return tiny.model(layers=LAYERS)
 
 
 def lane(folder: Path | str, model: Model) -> FeatureCompanion:
@@ -65,3 +75,12 @@ def near(got: Tensor, wanted: Tensor) -> None:
     there = wanted.isfinite()
     torch.testing.assert_close(got[there], wanted[there], atol=2e-4, rtol=2e-4)
     assert bool((got[~there] < -1e3).all()), "tokens outside the draft vocabulary are not likely"
+
+
+def changed(folder: Path, config: dict[str, Any] | None = None, **tensors: Tensor | None) -> Path:
+    """The same files with other settings, and tensors (`__` is a dot) changed, added or taken away."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | (config or {})))
+    held = load_file(folder / "model.safetensors") | {name.replace("__", "."): t for name, t in tensors.items()}
+    save_file({name: t for name, t in held.items() if t is not None}, folder / "model.safetensors")
+    return folder

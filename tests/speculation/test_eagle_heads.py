@@ -5,26 +5,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from phasewise.errors import Untrained, UserError
 from phasewise.model.model import Model
 from phasewise.request.request import Request
 from phasewise.speculation.companion import NewNodes
+from phasewise.speculation.heads.eagle_layout import usual_taps
 from phasewise.speculation.heads.folder import read
-from phasewise.speculation.heads.layouts import feature_heads, kind_of, settings_of, tensors_of, usual_taps
+from phasewise.speculation.heads.layouts import feature_heads, kind_of, settings_of, tensors_of
 from tests import tiny
 from tests.speculation import eagle_files as files
-from tests.speculation.lanes import KINDS, lane, near, noted
+from tests.speculation.lanes import KINDS, LAYERS, D, changed, lane, near, noted, target
 
-LAYERS, D = 8, 48
+pytestmark = pytest.mark.usefixtures("no_autograd")
 LAYOUTS: dict[str, Callable[[Path], Path]] = {
     "eagle1": partial(files.eagle1, d=D),
     "eagle1 without a bias, with embeddings": partial(files.eagle1, d=D, bias=False, embeddings=True),
@@ -43,17 +41,6 @@ LAYOUTS: dict[str, Callable[[Path], Path]] = {
     "mtp, as MiMo's": partial(files.mtp, d=D, names="mimo"),
     "speculators, qwen3": partial(files.speculators, d=D, family="qwen3", draft=16),
 }
-
-
-@cache
-def target() -> Model:
-    return tiny.model(layers=LAYERS)
-
-
-@pytest.fixture(autouse=True)
-def no_autograd():
-    with torch.inference_mode():
-        yield
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -131,15 +118,6 @@ def test_usual_taps_are_layers_of_the_model(layers: int) -> None:
 
 
 # ---- what does not fit
-def changed(folder: Path, config: dict[str, Any] | None = None, **tensors: Tensor | None) -> Path:
-    """The same files with other settings, and tensors (`__` is a dot) changed, added or taken away."""
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | (config or {})))
-    held = load_file(folder / "model.safetensors") | {name.replace("__", "."): t for name, t in tensors.items()}
-    save_file({name: t for name, t in held.items() if t is not None}, folder / "model.safetensors")
-    return folder
-
-
 WRONG: dict[str, tuple[Callable[[Path], Path], str]] = {
     "another width": (lambda at: files.eagle1(at, 32), r"hidden_size=32.* has 48"),
     "another width, third": (lambda at: files.eagle3(at, 32, embeddings=True), r"96 numbers.*width 48 give 144"),

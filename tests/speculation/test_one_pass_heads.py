@@ -4,24 +4,23 @@ what does not fit is refused by name."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from phasewise.errors import UserError
-from phasewise.model.model import Model
 from phasewise.request.request import Request
 from phasewise.speculation.companion import NewNodes
 from phasewise.speculation.heads.folder import read
 from phasewise.speculation.heads.layouts import feature_heads, kind_of, settings_of, tensors_of
 from tests import tiny
 from tests.speculation import one_pass_files as files
-from tests.speculation.lanes import ONE_PASS, near, noted, one_pass_lane
-from tests.speculation.test_eagle_heads import changed
+from tests.speculation.lanes import LAYERS, ONE_PASS, D, changed, near, noted, one_pass_lane, target
 
-LAYERS, D, GUESSES = 8, 48, 4
+pytestmark = pytest.mark.usefixtures("no_autograd")
+GUESSES = 4
 LAYOUTS: dict[str, Callable[[Path], Path]] = {
     "peagle": partial(files.peagle, d=D),
     "peagle of one layer": partial(files.peagle, d=D, layers=1),
@@ -33,17 +32,6 @@ LAYOUTS: dict[str, Callable[[Path], Path]] = {
     "dflash, speculators": partial(files.dflash, d=D, names="speculators"),
     "dflash, speculators, a head of its own": partial(files.dflash, d=D, names="speculators", draft=40),
 }
-
-
-@cache
-def target() -> Model:
-    return tiny.model(layers=LAYERS)
-
-
-@pytest.fixture(autouse=True)
-def no_autograd():
-    with torch.inference_mode():
-        yield
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from phasewise.speculation.heads import folder
+from phasewise.speculation.heads.dflash import DFlashHeads
 from phasewise.speculation.heads.layouts import feature_heads, tensors_of
+from phasewise.train.heads.dflash import BlocksOverText, attentions, telling
 from phasewise.train.heads.kinds import KINDS
 from phasewise.train.heads.run import heads_loss
 from phasewise.train.mixture import pad_rows
@@ -16,6 +19,7 @@ from tests.speculation import one_pass_files as files
 from tests.train.test_eagle_heads import ROWS, target
 
 KIND = KINDS["dflash"]
+WHOLE = [[(piece, True) for piece, _ in row] for row in ROWS]
 
 
 def test_every_block_is_the_pass_of_a_draft(tmp_path: Path) -> None:
@@ -49,3 +53,54 @@ def test_what_training_lowers_is_what_it_is_told_to_learn() -> None:
         loss.total.backward()
         adam.step()
     assert len(found[0]) == 4 and all(found[-1][name] < 0.8 * found[0][name] for name in found[0])
+
+
+def test_rows_are_told_apart_before_anything_is_learned() -> None:
+    """Directions on which features, tokens and the mask lie on one side alone, each on its own."""
+    its, block = target(), pad_rows(WHOLE, 0)
+    torch.manual_seed(0)
+    module = KIND.build(its, 3)
+    assert isinstance(module, DFlashHeads)
+    says = telling(module, its, block)
+    seen, real = its.see(block, KIND.taps(module)), block.targets >= 0
+    rows = {"feature": module.fuse(torch.cat([seen.taps[tap][real] for tap in KIND.taps(module)], -1))}
+    for kind, ids in {"token": block.ids[real], "mask": torch.tensor([module.mask])}.items():
+        rows[kind] = its.embed(ids) / its.embed(ids).square().mean(-1, keepdim=True).sqrt()
+    for kind, direction in says.items():
+        for other, x in rows.items():
+            assert bool(((x @ direction > 0) == (kind == other)).all()), (kind, other)
+
+
+def test_masks_begin_by_looking_at_the_last_features_and_the_root() -> None:
+    """What half of the first layer's heads read changes with the last feature more than with an early one, and hardly
+    with the root; what the others read changes with the root most."""
+    its, block = target(), pad_rows(WHOLE, 0)
+    torch.manual_seed(0)
+    module = KIND.build(its, 3)
+    assert isinstance(module, DFlashHeads)
+    KIND.begin(module, its, block)
+    seen, half, at = its.see(block, KIND.taps(module)), module.config.heads // 2, 8
+    feature = module.fuse(torch.cat([seen.taps[tap] for tap in KIND.taps(module)], -1))
+    _, attention = next(attentions(module))
+
+    def read(root: int, changed: int | None = None) -> Tensor:
+        """What the first mask of the block behind token `at` reads, [Hq, D]."""
+        own = feature.clone()
+        if changed is not None:
+            own[0, changed] = feature[1, changed]
+        ids = torch.tensor([root, *[module.mask] * 3]).expand(2, block.ids.shape[1] - 1, 4)
+        x = module.layers[0].input_layernorm(its.embed(ids))
+        found = list[Tensor]()
+        over = BlocksOverText(module, block.positions, own).attend(0)
+        attention(x, lambda q, k, v: found.append(over(q, k, v)) or found[-1])
+        return found[0][0, at, 1]
+
+    plain = read(5)
+    far, last, other = (change_of(plain, each, half) for each in (read(5, 2), read(5, at), read(9)))
+    assert last[0] > 3 * far[0] and other[1] > 2 * max(last[1], far[1]) and other[1] > 3 * other[0]
+
+
+def change_of(before: Tensor, after: Tensor, half: int) -> tuple[float, float]:
+    """How far heads of either half are from what they were."""
+    change = (after - before).detach()
+    return float(change[:half].norm()), float(change[half:].norm())

@@ -16,8 +16,8 @@ from phasewise.speculation.feature_model import FeatureModel
 from phasewise.speculation.features import FeatureCompanion, Features
 from phasewise.speculation.heads import folder
 from phasewise.speculation.heads.hydra import HydraHeads
+from phasewise.speculation.heads.hydra_layout import prefix_layer
 from phasewise.speculation.heads.last_state import random_weights
-from phasewise.speculation.heads.layouts import prefix_layer
 from phasewise.train.heads.kinds import KINDS
 from phasewise.train.heads.run import heads_loss
 from phasewise.train.mixture import pad_rows

@@ -8,10 +8,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from random import Random
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from phasewise.methods.draft.eagle import Eagle
 from phasewise.methods.draft.hydra import Hydra
+from phasewise.model.model import Model
 from phasewise.reproduce import loads
 from phasewise.reproduce.controls import Control
 from phasewise.reproduce.lab import Lab
@@ -22,6 +23,7 @@ from phasewise.speculation.heads import folder
 from phasewise.speculation.heads.folder import StoredHeads
 from phasewise.speculation.heads.hydra import HydraHeads
 from phasewise.speculation.heads.last_state import LastStateDrafter, LastStateHeads, RankPath, tree_of
+from phasewise.speculation.heads.layouts import feature_heads
 from phasewise.speculation.heads.medusa import MedusaHeads
 from phasewise.speculation.tree_drafter import DraftBuilder, NodeRequest
 from phasewise.train.heads import acceptance
@@ -38,7 +40,7 @@ from phasewise.verbs.traits import Traits
 LOADS: dict[str, Callable[[StoredHeads], LastStateHeads]] = {"medusa": MedusaHeads.of, "hydra": HydraHeads.of}
 
 
-NODES = 15  # guesses of a tree
+NODES, DEPTH = 15, 4  # guesses of a tree, and guesses in a row that heads one after the other were trained for
 UNROLLED, DRAFT_VOCAB = 60_000, 768  # tokens to learn from where two ways are compared, and tokens that are guessed
 FLAT, COLLAPSED = 0.9, 0.8  # how often a later guess is right over the first: at least if all are alike, else at most
 LOAD = loads.answering("json", "arithmetic", "list", "copy", n=16)
@@ -173,9 +175,32 @@ def said(lab: Lab) -> list[WrittenText]:
 
 def ranked(target: FrozenTarget, kind: str, texts: Sequence[WrittenText]) -> tuple[list[Ranks], int]:
     """The ranks that pocket's heads of a kind give to the tokens of texts, and how many numbers the heads have."""
-    stored = folder.read(folder.locate(target.model, (kind,), folder.AUTO))
-    module = LOADS[kind](stored)
+    module = shipped(target.model, kind)
     return acceptance.ranks(KINDS[kind], module, target, texts, 0), sum(each.numel() for each in module.parameters())
+
+
+def shipped(model: Model, kind: str) -> nn.Module:
+    """The heads of a kind that ship for a model, in float32, of as many guesses as they were trained for."""
+    if kind in LOADS:
+        return LOADS[kind](folder.read(folder.locate(model, (kind,), folder.AUTO)))
+    heads, _ = feature_heads(model, (kind,), folder.AUTO)
+    heads.steps = heads.parallel or DEPTH
+    return heads.float()
+
+
+def depths(lab: Lab, kind: str) -> tuple[list[float], int]:
+    """How often each guess of the heads that ship is right where those before it were, and over how many texts."""
+    target, texts = FrozenTarget("pocket"), said(lab)
+    found, _ = ranked(target, kind, texts)
+    rows = [row for text in found for row in text]
+    return acceptance.conditional(rows, len(rows[0])), len(texts)
+
+
+def flat(lab: Lab) -> AttemptOutcome:
+    """Whether later guesses of EAGLE-3's heads, which read the heads' own outputs, are right as often as the first."""
+    shares, texts = depths(lab, "eagle3")
+    told = ", ".join(f"{share:.1%}" for share in shares)
+    return AttemptOutcome(min(shares[1:]) >= FLAT * shares[0], f"{told}, over {texts} texts")
 
 
 def second_heads(lab: Lab) -> AttemptOutcome:

@@ -18,6 +18,7 @@ from phasewise.load import files_of
 from phasewise.model.fingerprint import fingerprint
 from phasewise.model.parse import parse_config
 from phasewise.speculation.heads import folder, layouts
+from phasewise.speculation.heads.layers import LAYER
 from phasewise.train.heads.kinds import KINDS
 
 FACES_TOKENS = ("lm_head", "d2t", "t2d")  # beginnings of tensors whose first dimension is a vocabulary
@@ -30,7 +31,7 @@ class _BlockWidening:
 
     `repeated`: what makes the block's residual, and norms of it, where that is repeated; all else is padded with zeros.
     `padded`: norms of padded rows, whose mean square falls by the factor. `parts`: widths of the model that lie side by
-    side in what a matrix reads, one if it is not named.
+    side in what a matrix reads, one if it is not named. Norms of single attention heads (`OF_HEADS`) stay as they are.
     """
 
     repeated: tuple[str, ...] = ()
@@ -38,8 +39,10 @@ class _BlockWidening:
     parts: Mapping[str, int] | None = None
 
 
+OF_HEADS = ("q_norm", "k_norm")
 RESIDUAL = ("o_proj", "down_proj", "input_layernorm", "post_attention_layernorm")
 BLOCKS = {
+    "dflash": _BlockWidening((*RESIDUAL, "fc", "hidden_norm"), parts={"fc": 3}),
     "eagle1": _BlockWidening(padded=("post_attention_layernorm",), parts={"fc": 2}),
     "eagle3": _BlockWidening((*RESIDUAL, "fc", "hidden_norm"), parts={"fc": 3, "q_proj": 2, "k_proj": 2, "v_proj": 2}),
     "mtp": _BlockWidening((*RESIDUAL, "input_proj", "token_layernorm"), ("hidden_layernorm",), {"input_proj": 2}),
@@ -52,8 +55,8 @@ def widen_heads(source: Path, target: Path, base: str, factor: int) -> None:
     kind = layouts.kind_of(stored)
     config: dict[str, Any] = {**stored.config, folder.OWN: {**stored.own, "base": base}}
     if kind in BLOCKS:
-        layer = config[layouts.LAYER]
-        config[layouts.LAYER] = {**layer, **{name: layer[name] * factor for name in SIZES}}
+        layer = config[LAYER]
+        config[LAYER] = {**layer, **{name: layer[name] * factor for name in SIZES}}
         if "target_hidden_size" in config:
             config["target_hidden_size"] *= factor
         tensors = {name: _of_block(name, tensor, BLOCKS[kind], factor) for name, tensor in stored.tensors.items()}
@@ -74,6 +77,8 @@ def _of_state(tensor: Tensor, width: int, factor: int) -> Tensor:
 
 def _of_block(name: str, tensor: Tensor, how: _BlockWidening, factor: int) -> Tensor:
     own = name.split(".")[-2] if "." in name else name
+    if own in OF_HEADS:
+        return tensor
     if tensor.ndim == 2:
         tensor = _padded(tensor, 1, (how.parts or {}).get(own, 1), factor)
     if own in FACES_TOKENS:

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from phasewise.errors import UserError
 from phasewise.speculation.heads.folder import PICKLED, read_config, write
 from phasewise.speculation.heads.hydra import HydraHeads, HydraShape
+from phasewise.speculation.heads.hydra_layout import PREFIX_LAYER
 from phasewise.speculation.heads.last_state import LastStateHeads
-from phasewise.speculation.heads.layouts import PREFIX_LAYER
 from phasewise.speculation.heads.medusa import MedusaHeads, MedusaShape
 
 MEDUSA = re.compile(r"(?:medusa_head\.)?(\d+)\.(\d+)\.(linear\.)?(weight|bias)")

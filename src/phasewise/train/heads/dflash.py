@@ -13,27 +13,36 @@ import torch
 from torch import Tensor, nn
 
 from phasewise.model.rope import RopeTables
-from phasewise.speculation.heads.block import AttendRows, FeatureHeads
+from phasewise.speculation.heads.block import AttendRows, BlockAttention, FeatureHeads, NormedBlock
 from phasewise.speculation.heads.dflash import DFlashHeads
 from phasewise.speculation.heads.layouts import untrained
+from phasewise.train.dense import TokenBlock
 from phasewise.train.heads.feature import FeatureKind
 from phasewise.train.heads.target import FrozenTarget, SeenBlock
 
 FAINT = 0.05  # of the model's logits: those of an average of states are large, and surely wrong
+SHARP = 2.0  # of queries: attention to a feature falls with about the third power of its distance
+FAR = 0.01  # radians a token: dimensions that turn further tell where a row stands
+CONTENT = 0.02  # standard deviation of all that does not tell rows apart
+RIDGE = 1e-3  # of these least squares, over a mean square of about 1
 
 
 @dataclass(frozen=True)
 class DFlashKind(FeatureKind):
-    """Two layers with MLPs half as wide as the model; embeddings and output matrix are its own. At first a mask gets
-    what the top tap's states along the text are on average."""
+    """Two layers with MLPs half as wide as the model; embeddings and output matrix are its own."""
 
     kind: str = "dflash"
 
     def build(self, target: FrozenTarget, depth: int, vocabulary: Tensor | None = None) -> FeatureHeads:
         made = untrained(self.kind, target.model, narrow=True, guesses=depth)
         made.steps = depth
+        assert isinstance(made, DFlashHeads)
         begin(made, target)
         return made.to(target.output.device)
+
+    def begin(self, module: FeatureHeads, target: FrozenTarget, texts: TokenBlock) -> None:
+        assert isinstance(module, DFlashHeads)
+        look(module, target, texts)
 
     def guesses(self, module: FeatureHeads, target: FrozenTarget, seen: SeenBlock) -> Iterator[Tensor]:
         assert isinstance(module, DFlashHeads)
@@ -50,16 +59,60 @@ class DFlashKind(FeatureKind):
 
 
 @torch.no_grad()
-def begin(heads: FeatureHeads, target: FrozenTarget) -> None:
-    """Initial weights with which features pass through attention as they are, and nothing else is added."""
-    assert isinstance(heads, DFlashHeads)
+def begin(heads: DFlashHeads, target: FrozenTarget) -> None:
+    """Initial weights with which what attention reads is added as it is, and nothing else."""
     heads.fc.weight.normal_(std=0.005)[:, -target.hidden :] += torch.eye(target.hidden)
-    for i, block in enumerate(heads.layers):
-        block.get_parameter("mlp.down_proj.weight").zero_()
-        nn.init.eye_(block.get_parameter("self_attn.v_proj.weight"))
-        through = block.get_parameter("self_attn.o_proj.weight")
-        through.zero_() if i else nn.init.eye_(through)
+    for _, block in attentions(heads):
+        nn.init.eye_(block.v_proj.weight)
+        nn.init.eye_(block.o_proj.weight)
+    for layer in heads.layers:
+        layer.get_parameter("mlp.down_proj.weight").zero_()
     heads.norm.weight.copy_(FAINT * target.model.norm.weight)
+
+
+@torch.no_grad()
+def look(heads: DFlashHeads, target: FrozenTarget, texts: TokenBlock) -> None:
+    """Initial weights with which masks read, in half of the attention heads, the features of the text, the more the
+    later they are, and in the other half the root; in the next layer those halves change places.
+
+    Without them masks, which are all the same token, average all features alike, and learn slowly where to look.
+    """
+    config, says = heads.config, telling(heads, target, texts)
+    turning = torch.zeros(config.head_dim)
+    turning[: sum(x > FAR for x in config.ropes[0].inverse)] = 1.0
+    turning *= (config.head_dim / turning.sum()) ** 0.5
+    for i, block in attentions(heads):
+        assert block.q_norm is not None and config.kv_heads == config.heads
+        block.q_norm.weight.fill_(SHARP)
+        queries, keys = (
+            each.weight.normal_(std=CONTENT).view(config.heads, config.head_dim, -1)
+            for each in (block.q_proj, block.k_proj)
+        )
+        for head in range(config.heads):
+            first = head < config.heads // 2
+            queries[head] += torch.outer(turning, says["mask"])
+            keys[head] += torch.outer(turning, says["feature" if first == (i % 2 == 0) else "token"])
+
+
+def attentions(heads: DFlashHeads) -> Iterator[tuple[int, BlockAttention]]:
+    """The attention of each layer, by its number."""
+    for i, block in enumerate(heads.layers):
+        assert isinstance(block, NormedBlock) and isinstance(block.self_attn, BlockAttention)
+        yield i, block.self_attn
+
+
+def telling(heads: DFlashHeads, target: FrozenTarget, texts: TokenBlock) -> dict[str, Tensor]:
+    """Directions [d] on which rows that enter attention are 1 if they are features, tokens or the mask, and -1 if they
+    are others: least squares over texts."""
+    first, real = heads.layers[0], texts.targets >= 0
+    assert isinstance(first, NormedBlock)
+    seen = target.see(texts, [tap - 1 for tap in heads.taps])
+    tokens = {"token": texts.ids[real], "mask": torch.tensor([heads.mask], device=real.device)}
+    rows = {kind: first.input_layernorm(target.embed(ids)) for kind, ids in tokens.items()}
+    rows["feature"] = heads.fuse(torch.cat([seen.taps[tap - 1][real] for tap in heads.taps], -1))
+    square = sum(x.T @ x / len(x) for x in rows.values()) + RIDGE * torch.eye(target.hidden)
+    each = {kind: torch.linalg.solve(square, 2 * x.mean(0)) for kind, x in rows.items()}
+    return {kind: direction - sum(each.values()) / 2 for kind, direction in each.items()}
 
 
 class BlocksOverText:

@@ -22,6 +22,7 @@ from phasewise.speculation.heads.block import FeatureHeads
 from phasewise.speculation.heads.eagle import Eagle3
 from phasewise.speculation.heads.layouts import settings_of, tensors_of, untrained
 from phasewise.speculation.heads.mtp import MTP
+from phasewise.train.dense import TokenBlock
 from phasewise.train.heads.target import FrozenTarget, SeenBlock
 
 BEGIN = 0.3  # of the model's logits: at full scale, what is said again is surely wrong
@@ -48,6 +49,9 @@ class FeatureKind:
             made.d2t.copy_(vocabulary - torch.arange(len(vocabulary)))
         begin(made, target)
         return made.to(target.output.device)
+
+    def begin(self, module: FeatureHeads, target: FrozenTarget, texts: TokenBlock) -> None:
+        """None does."""
 
     def vocabulary(self, module: FeatureHeads) -> Tensor | None:
         return None if module.d2t is None else module.draft_ids()

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from phasewise.errors import UserError, near
+from phasewise.train.dense import TokenBlock
 from phasewise.train.heads.dflash import DFlashKind
 from phasewise.train.heads.feature import FeatureKind
 from phasewise.train.heads.last_state import HydraKind, HydraPlusKind, MedusaKind
@@ -31,6 +32,10 @@ class HeadsKind(Protocol):
 
         `vocabulary`: ids of the tokens that an output matrix of its own knows, ascending; None: all of the model's.
         """
+        ...
+
+    def begin(self, module: Any, target: FrozenTarget, texts: TokenBlock) -> None:
+        """Choose those initial weights that hang on what the model writes."""
         ...
 
     def vocabulary(self, module: Any) -> Tensor | None:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from phasewise.speculation.heads.hydra import HydraHeads, HydraShape, PrefixLayer
 from phasewise.speculation.heads.last_state import LastStateHeads
-from phasewise.speculation.heads.layouts import LAYER, layer_settings, plain_layer
+from phasewise.speculation.heads.layers import LAYER, layer_settings, plain_layer
 from phasewise.speculation.heads.medusa import MedusaHeads, MedusaShape
+from phasewise.train.dense import TokenBlock
 from phasewise.train.heads.feature import UnrolledAttention
 from phasewise.train.heads.target import FrozenTarget, SeenBlock
 
@@ -25,6 +26,9 @@ class LastStateKind:
 
     def taps(self, module: LastStateHeads) -> tuple[int, ...]:
         return ()
+
+    def begin(self, module: LastStateHeads, target: FrozenTarget, texts: TokenBlock) -> None:
+        """None does."""
 
     def vocabulary(self, module: LastStateHeads) -> Tensor | None:
         return None

@@ -31,7 +31,7 @@ from phasewise.train.heads.acceptance import Acceptance
 from phasewise.train.heads.kinds import HeadsKind, kind_of
 from phasewise.train.heads.target import FrozenTarget, SeenBlock
 from phasewise.train.heads.text import Bar, TextJob, write
-from phasewise.train.mixture import Stage
+from phasewise.train.mixture import Stage, pad_rows
 from phasewise.train.pocket import draw_if_possible
 from phasewise.train.trainer import StepLoss, TrainingRecipe, TrainingRun, fit, same_settings
 from phasewise.train.written import WrittenBatches, WrittenText
@@ -39,6 +39,7 @@ from phasewise.train.written import WrittenBatches, WrittenText
 ASIDE, CHECKPOINT = "training", "checkpoint.pt"
 FADING = 0.8  # weight of a depth over that of the one before
 STEP, LARGE = 1024, 16_384  # tokens of a step; a vocabulary beyond LARGE has logits to take a quarter of that for
+SOME = 8  # texts by which initial weights may be chosen
 DECAY = ((0.1, 1.0), (1.0, 0.02))
 
 
@@ -106,6 +107,8 @@ def train(job: HeadsJob, bar: Bar) -> Acceptance:
         torch.manual_seed(job.seed)
         known = frequent(written, job.draft_vocab, target.vocab) if job.draft_vocab else None
         module = kind.build(target, job.depth, known)
+        some = pad_rows([[(text.prompt, True), (text.reply, True)] for text in written[:SOME]], pad)
+        kind.begin(module, target, TokenBlock(*(each.to(target.output.device) for each in some)))
         adam = AdamW(module.parameters(), lr=job.rate, betas=(0.9, 0.95), weight_decay=0.0)
         run = TrainingRun(module, [adam], settings=settings)
         if job.resume:
