@@ -10,7 +10,7 @@ from torch import Tensor
 from phasewise.speculation.heads import folder
 from phasewise.speculation.heads.dflash import DFlashHeads
 from phasewise.speculation.heads.layouts import feature_heads, tensors_of
-from phasewise.train.heads.dflash import BlocksOverText, attentions, telling
+from phasewise.train.heads.dflash import BlocksOverText, attention, linear, states_foretold, telling, what_is_read
 from phasewise.train.heads.kinds import KINDS
 from phasewise.train.heads.run import heads_loss
 from phasewise.train.mixture import pad_rows
@@ -56,19 +56,35 @@ def test_what_training_lowers_is_what_it_is_told_to_learn() -> None:
 
 
 def test_rows_are_told_apart_before_anything_is_learned() -> None:
-    """Directions on which features, tokens and the mask lie on one side alone, each on its own."""
-    its, block = target(), pad_rows(WHOLE, 0)
-    torch.manual_seed(0)
-    module = KIND.build(its, 3)
-    assert isinstance(module, DFlashHeads)
-    says = telling(module, its, block)
-    seen, real = its.see(block, KIND.taps(module)), block.targets >= 0
-    rows = {"feature": module.fuse(torch.cat([seen.taps[tap][real] for tap in KIND.taps(module)], -1))}
-    for kind, ids in {"token": block.ids[real], "mask": torch.tensor([module.mask])}.items():
-        rows[kind] = its.embed(ids) / its.embed(ids).square().mean(-1, keepdim=True).sqrt()
-    for kind, direction in says.items():
+    """On each direction the rows of its kind lie on one side, and all others on the other."""
+    random = torch.Generator().manual_seed(0)
+    middles = torch.randn(3, 24, generator=random)
+    rows = {
+        kind: middle + 0.3 * torch.randn(n, 24, generator=random)
+        for kind, middle, n in zip("abc", middles, (9, 30, 300))
+    }
+    for kind, direction in telling(rows).items():
         for other, x in rows.items():
             assert bool(((x @ direction > 0) == (kind == other)).all()), (kind, other)
+
+
+def test_linear_maps_are_found_where_there_are_some() -> None:
+    random = torch.Generator().manual_seed(0)
+    x, matrix = torch.randn(90, 6, generator=random), torch.randn(4, 6, generator=random)
+    y, weights = x @ matrix.T, torch.ones(90)
+    y[:10], weights[:10] = 7.0, 0.0
+    torch.testing.assert_close(linear(x, y, weights), matrix, atol=1e-2, rtol=1e-2)
+
+
+def test_states_of_masks_are_those_that_say_their_tokens() -> None:
+    seen = target().see(pad_rows(WHOLE, 0))
+    states, known = states_foretold(seen, 3)
+    ids = seen.block.ids
+    for row, at, mask in known.nonzero().tolist():
+        assert torch.equal(states[row, at, mask], seen.h[row, at + 1 + mask])
+        assert seen.block.targets[row, at + 1 + mask] == ids[row, at + 2 + mask]
+    lengths = [sum(len(piece) for piece, _ in row) for row in WHOLE]
+    assert int(known.sum()) == sum(length - 2 - mask for length in lengths for mask in range(3))
 
 
 def test_masks_begin_by_looking_at_the_last_features_and_the_root() -> None:
@@ -81,7 +97,6 @@ def test_masks_begin_by_looking_at_the_last_features_and_the_root() -> None:
     KIND.begin(module, its, block)
     seen, half, at = its.see(block, KIND.taps(module)), module.config.heads // 2, 8
     feature = module.fuse(torch.cat([seen.taps[tap] for tap in KIND.taps(module)], -1))
-    _, attention = next(attentions(module))
 
     def read(root: int, changed: int | None = None) -> Tensor:
         """What the first mask of the block behind token `at` reads, [Hq, D]."""
@@ -90,13 +105,11 @@ def test_masks_begin_by_looking_at_the_last_features_and_the_root() -> None:
             own[0, changed] = feature[1, changed]
         ids = torch.tensor([root, *[module.mask] * 3]).expand(2, block.ids.shape[1] - 1, 4)
         x = module.layers[0].input_layernorm(its.embed(ids))
-        found = list[Tensor]()
         over = BlocksOverText(module, block.positions, own).attend(0)
-        attention(x, lambda q, k, v: found.append(over(q, k, v)) or found[-1])
-        return found[0][0, at, 1]
+        return what_is_read(attention(module.layers[0]), x, over)[0, at, 1].unflatten(0, (2 * half, -1))
 
-    plain = read(5)
-    far, last, other = (change_of(plain, each, half) for each in (read(5, 2), read(5, at), read(9)))
+    plain = read(8)
+    far, last, other = (change_of(plain, each, half) for each in (read(8, 2), read(8, at), read(9)))
     assert last[0] > 3 * far[0] and other[1] > 2 * max(last[1], far[1]) and other[1] > 3 * other[0]
 
 

@@ -6,11 +6,12 @@ no other block. So one pass over a text learns every draft that could be made of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from phasewise.model.rope import RopeTables
 from phasewise.speculation.heads.block import AttendRows, BlockAttention, FeatureHeads, NormedBlock
@@ -20,10 +21,12 @@ from phasewise.train.dense import TokenBlock
 from phasewise.train.heads.feature import FeatureKind
 from phasewise.train.heads.target import FrozenTarget, SeenBlock
 
-FAINT = 0.05  # of the model's logits: those of an average of states are large, and surely wrong
 SHARP = 2.0  # of queries: attention to a feature falls with about the third power of its distance
 FAR = 0.01  # radians a token: dimensions that turn further tell where a row stands
 CONTENT = 0.02  # standard deviation of all that does not tell rows apart
+FAINT = 0.4  # of the logits that this gives, which are surer than they should be
+FADING = 0.8  # weight of a mask over that of the one before, in what is fitted
+GAIN = 4.0  # of queries and keys before their norms, so that a step of training turns them less
 RIDGE = 1e-3  # of these least squares, over a mean square of about 1
 
 
@@ -46,73 +49,120 @@ class DFlashKind(FeatureKind):
 
     def guesses(self, module: FeatureHeads, target: FrozenTarget, seen: SeenBlock) -> Iterator[Tensor]:
         assert isinstance(module, DFlashHeads)
-        ids = seen.block.ids[:, 1:]
-        feature = module.fuse(torch.cat([seen.taps[tap] for tap in self.taps(module)], -1))
-        masks = torch.full((*ids.shape, module.parallel), module.mask, device=ids.device)
-        x = target.embed(torch.cat((ids[..., None], masks), -1))  # [rows, length - 1, block, d]
-        blocks = BlocksOverText(module, seen.block.positions, feature)
+        length = seen.block.ids.shape[1] - 1
+        x, blocks = blocks_of(module, target, seen)
         for i in range(module.config.layers):
             x = module.layer(i, x, blocks.attend(i))
         for head in range(module.parallel):
-            read = x[:, : ids.shape[1] - head, 1 + head]
+            read = x[:, : length - head, 1 + head]
             yield module.logits(read[seen.wanted(head)], target.unembed)
 
 
 @torch.no_grad()
 def begin(heads: DFlashHeads, target: FrozenTarget) -> None:
-    """Initial weights with which what attention reads is added as it is, and nothing else."""
+    """Initial weights with which attention reads features and rows as they are."""
     heads.fc.weight.normal_(std=0.005)[:, -target.hidden :] += torch.eye(target.hidden)
-    for _, block in attentions(heads):
-        nn.init.eye_(block.v_proj.weight)
-        nn.init.eye_(block.o_proj.weight)
     for layer in heads.layers:
+        nn.init.eye_(attention(layer).v_proj.weight)
         layer.get_parameter("mlp.down_proj.weight").zero_()
-    heads.norm.weight.copy_(FAINT * target.model.norm.weight)
 
 
 @torch.no_grad()
 def look(heads: DFlashHeads, target: FrozenTarget, texts: TokenBlock) -> None:
-    """Initial weights with which masks read, in half of the attention heads, the features of the text, the more the
-    later they are, and in the other half the root; in the next layer those halves change places.
+    """Initial weights with which masks look where there is something to see, and make of it what they can.
 
-    Without them masks, which are all the same token, average all features alike, and learn slowly where to look.
+    Half of a layer's attention heads read features, the more the later they are; the other half read the root; in the
+    next layer the halves change places. What they read becomes the state that the model will be in, as far as a linear
+    map can, by least squares. Without such weights masks, which are all the same token, average all features alike,
+    and learn slowly where to look.
     """
-    config, says = heads.config, telling(heads, target, texts)
+    seen = target.see(texts, [tap - 1 for tap in heads.taps])
+    x, blocks = blocks_of(heads, target, seen)
+    masks, real = x[:, :, 1:].clone(), texts.targets[:, :-1] >= 0
+    scale = seen.h[texts.targets >= 0].square().mean().sqrt()
+    wanted, known = states_foretold(seen, heads.parallel)
+    wanted, counted = wanted / scale, FADING ** torch.arange(heads.parallel).expand_as(known)[known]
+    for i, layer in enumerate(heads.layers):
+        assert isinstance(layer, NormedBlock)
+        normed = layer.input_layernorm(x)
+        rows = normed[real]
+        look_at(heads, i, telling({"feature": blocks.feature[:, :-1][real], "token": rows[:, 0],
+                                   "mask": rows[:, 1:].flatten(0, 1)}))  # fmt: skip
+        missing = wanted - x[:, :, 1:]
+        if i < len(heads.layers) - 1:
+            missing += masks  # by which the next layer's queries know their rows
+        read = what_is_read(attention(layer), normed, blocks.attend(i))[:, :, 1:][known]
+        attention(layer).o_proj.weight.copy_(linear(read, missing[known], counted))
+        x = heads.layer(i, x, blocks.attend(i))
+    heads.norm.weight.fill_(FAINT * float(scale * x[:, :, 1:][known].square().mean().sqrt()))
+
+
+def look_at(heads: DFlashHeads, i: int, says: Mapping[str, Tensor]) -> None:
+    """Set queries and keys of layer i: those of masks, and of features in one half of its heads, roots in the other."""
+    config, block, half = heads.config, attention(heads.layers[i]), heads.config.hidden // 2
+    assert block.q_norm is not None and config.kv_heads == config.heads
     turning = torch.zeros(config.head_dim)
     turning[: sum(x > FAR for x in config.ropes[0].inverse)] = 1.0
-    turning *= (config.head_dim / turning.sum()) ** 0.5
-    for i, block in attentions(heads):
-        assert block.q_norm is not None and config.kv_heads == config.heads
-        block.q_norm.weight.fill_(SHARP)
-        queries, keys = (
-            each.weight.normal_(std=CONTENT).view(config.heads, config.head_dim, -1)
-            for each in (block.q_proj, block.k_proj)
-        )
-        for head in range(config.heads):
-            first = head < config.heads // 2
-            queries[head] += torch.outer(turning, says["mask"])
-            keys[head] += torch.outer(turning, says["feature" if first == (i % 2 == 0) else "token"])
+    turning = (GAIN * (config.head_dim / turning.sum()) ** 0.5 * turning).repeat(config.heads)
+    for each in (block.q_proj, block.k_proj):
+        each.weight.normal_(std=GAIN * CONTENT)
+    block.q_norm.weight.fill_(SHARP)
+    block.q_proj.weight += torch.outer(turning, says["mask"])
+    kinds = ("feature", "token") if i % 2 == 0 else ("token", "feature")
+    for kind, rows in zip(kinds, (slice(half), slice(half, None))):
+        block.k_proj.weight[rows] += torch.outer(turning[rows], says[kind])
 
 
-def attentions(heads: DFlashHeads) -> Iterator[tuple[int, BlockAttention]]:
-    """The attention of each layer, by its number."""
-    for i, block in enumerate(heads.layers):
-        assert isinstance(block, NormedBlock) and isinstance(block.self_attn, BlockAttention)
-        yield i, block.self_attn
+def what_is_read(block: BlockAttention, x: Tensor, attend: AttendRows) -> Tensor:
+    """What enters the output matrix of an attention for rows x [..., d], [..., Hq * D]."""
+    found = list[Tensor]()
+
+    def kept(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        found.append(attend(q, k, v))
+        return found[-1]
+
+    block(x, kept)
+    return found[-1].flatten(-2)
 
 
-def telling(heads: DFlashHeads, target: FrozenTarget, texts: TokenBlock) -> dict[str, Tensor]:
-    """Directions [d] on which rows that enter attention are 1 if they are features, tokens or the mask, and -1 if they
-    are others: least squares over texts."""
-    first, real = heads.layers[0], texts.targets >= 0
-    assert isinstance(first, NormedBlock)
-    seen = target.see(texts, [tap - 1 for tap in heads.taps])
-    tokens = {"token": texts.ids[real], "mask": torch.tensor([heads.mask], device=real.device)}
-    rows = {kind: first.input_layernorm(target.embed(ids)) for kind, ids in tokens.items()}
-    rows["feature"] = heads.fuse(torch.cat([seen.taps[tap - 1][real] for tap in heads.taps], -1))
-    square = sum(x.T @ x / len(x) for x in rows.values()) + RIDGE * torch.eye(target.hidden)
+def states_foretold(seen: SeenBlock, masks: int) -> tuple[Tensor, Tensor]:
+    """The model's states [rows, length - 1, masks, d] that say what stands in the places of masks, and where there are
+    some, bool [rows, length - 1, masks]."""
+    h, real = seen.h, seen.block.targets >= 0
+    states = [F.pad(h[:, 1 + ahead :], (0, 0, 0, ahead)) for ahead in range(masks)]
+    known = [F.pad(real[:, 1 + ahead :], (0, ahead)) for ahead in range(masks)]
+    return torch.stack(states, 2), torch.stack(known, 2)
+
+
+def linear(x: Tensor, y: Tensor, weights: Tensor) -> Tensor:
+    """The matrix [d', d] that makes y [n, d'] of x [n, d], by least squares; rows count as `weights` [n] say."""
+    weighed = x * (weights / weights.sum())[:, None]
+    found: Tensor = torch.linalg.solve(weighed.T @ x + RIDGE * torch.eye(x.shape[1]), weighed.T @ y)
+    return found.T
+
+
+def attention(layer: nn.Module) -> BlockAttention:
+    """The attention of a layer."""
+    assert isinstance(layer, NormedBlock) and isinstance(layer.self_attn, BlockAttention)
+    return layer.self_attn
+
+
+def telling(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """For each kind of rows [n, d] a direction [d] on which they are 1, and those of other kinds -1, by least squares.
+    All kinds count alike."""
+    width = next(iter(rows.values())).shape[1]
+    square = sum(x.T @ x / len(x) for x in rows.values()) + RIDGE * torch.eye(width)
     each = {kind: torch.linalg.solve(square, 2 * x.mean(0)) for kind, x in rows.items()}
     return {kind: direction - sum(each.values()) / 2 for kind, direction in each.items()}
+
+
+def blocks_of(heads: DFlashHeads, target: FrozenTarget, seen: SeenBlock) -> tuple[Tensor, BlocksOverText]:
+    """The rows [rows, length - 1, block, d] of all blocks of a text, a root and masks each, and their attention."""
+    ids = seen.block.ids[:, 1:]
+    feature = heads.fuse(torch.cat([seen.taps[tap - 1] for tap in heads.taps], -1))
+    masks = torch.full((*ids.shape, heads.parallel), heads.mask, device=ids.device)
+    rows = target.embed(torch.cat((ids[..., None], masks), -1))
+    return rows, BlocksOverText(heads, seen.block.positions, feature)
 
 
 class BlocksOverText:

@@ -39,7 +39,7 @@ from phasewise.train.written import WrittenBatches, WrittenText
 ASIDE, CHECKPOINT = "training", "checkpoint.pt"
 FADING = 0.8  # weight of a depth over that of the one before
 STEP, LARGE = 1024, 16_384  # tokens of a step; a vocabulary beyond LARGE has logits to take a quarter of that for
-SOME = 8  # texts by which initial weights may be chosen
+SOME = 32  # texts by which initial weights may be chosen
 DECAY = ((0.1, 1.0), (1.0, 0.02))
 
 
