@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -117,3 +118,19 @@ def change_of(before: Tensor, after: Tensor, half: int) -> tuple[float, float]:
     """How far heads of either half are from what they were."""
     change = (after - before).detach()
     return float(change[:half].norm()), float(change[half:].norm())
+
+
+def test_some_blocks_are_learned_and_those_are_the_same() -> None:
+    """Of every third position, from any on, the same logits as where all positions are learned."""
+    its, block = target(), pad_rows(WHOLE, 0)
+    module, _ = feature_heads(its.model, ("dflash",), "random:5")
+    seen = its.see(block, KIND.taps(module))
+    firsts = set[int]()
+    for more in range(3):
+        thinned = replace(seen, block=block._replace(ids=block.ids + more)).thinned(3)
+        firsts.add(thinned.first)
+        some = replace(seen, every=3, first=thinned.first)
+        for head, (few, all_) in enumerate(zip(KIND.guesses(module, its, some), KIND.guesses(module, its, seen))):
+            chosen = some.wanted(head)[seen.wanted(head)]
+            torch.testing.assert_close(few, all_[chosen])
+    assert len(firsts) > 1

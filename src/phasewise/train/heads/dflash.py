@@ -1,7 +1,7 @@
 """DFlash's heads as they are trained: a block of masks behind every token of a text at once (arXiv 2602.06036).
 
 The block of position t holds the token t + 1 and masks. It reads the features up to t and itself, as a draft does, and
-no other block. So one pass over a text learns every draft that could be made of it.
+no other block. So one pass over a text learns many drafts that could be made of it, a part of them in each step.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class DFlashKind(FeatureKind):
     """Two layers with MLPs half as wide as the model; embeddings and output matrix are its own."""
 
     kind: str = "dflash"
+    every: int = 4  # a block costs as much as a token of it, seven times over, and neighbours learn nearly the same
 
     def build(self, target: FrozenTarget, depth: int, vocabulary: Tensor | None = None) -> FeatureHeads:
         made = untrained(self.kind, target.model, narrow=True, guesses=depth)
@@ -49,13 +50,14 @@ class DFlashKind(FeatureKind):
 
     def guesses(self, module: FeatureHeads, target: FrozenTarget, seen: SeenBlock) -> Iterator[Tensor]:
         assert isinstance(module, DFlashHeads)
-        length = seen.block.ids.shape[1] - 1
         x, blocks = blocks_of(module, target, seen)
+        chosen = slice(seen.first, None, seen.every)
         for i in range(module.config.layers):
             x = module.layer(i, x, blocks.attend(i))
         for head in range(module.parallel):
-            read = x[:, : length - head, 1 + head]
-            yield module.logits(read[seen.wanted(head)], target.unembed)
+            wanted = seen.wanted(head)[:, chosen]
+            read = x[:, : wanted.shape[1], 1 + head]
+            yield module.logits(read[wanted], target.unembed)
 
 
 @torch.no_grad()
@@ -157,28 +159,30 @@ def telling(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def blocks_of(heads: DFlashHeads, target: FrozenTarget, seen: SeenBlock) -> tuple[Tensor, BlocksOverText]:
-    """The rows [rows, length - 1, block, d] of all blocks of a text, a root and masks each, and their attention."""
-    ids = seen.block.ids[:, 1:]
+    """The rows [rows, n, block, d] of the blocks of a text, a root and masks each, and their attention. A block for
+    each position but the last, or for those that are learned."""
+    ids = seen.block.ids[:, 1:][:, seen.first :: seen.every]
     feature = heads.fuse(torch.cat([seen.taps[tap - 1] for tap in heads.taps], -1))
     masks = torch.full((*ids.shape, heads.parallel), heads.mask, device=ids.device)
     rows = target.embed(torch.cat((ids[..., None], masks), -1))
-    return rows, BlocksOverText(heads, seen.block.positions, feature)
+    return rows, BlocksOverText(heads, seen.block.positions, feature, slice(seen.first, None, seen.every))
 
 
 class BlocksOverText:
-    """The attention of a text's blocks [rows, length - 1, block], over features [rows, length, d] and themselves."""
+    """The attention of a text's blocks [rows, n, block], over features [rows, length, d] and themselves."""
 
-    def __init__(self, heads: DFlashHeads, positions: Tensor, feature: Tensor) -> None:
-        """`positions` int64 [rows, length]: of the features' tokens."""
+    def __init__(self, heads: DFlashHeads, positions: Tensor, feature: Tensor, chosen: slice = slice(None)) -> None:
+        """`positions` int64 [rows, length]: of the features' tokens. `chosen`: the positions but the last that have
+        blocks."""
         self.heads, self.feature, self.positions = heads, feature, positions
         self.scale = heads.config.attention[0].scale
         self.ropes = RopeTables(heads.config.ropes, heads.config.max_positions, torch.float32, positions.device)
         length, device = positions.shape[1], positions.device
-        self.later = torch.ones(length - 1, length, dtype=torch.bool, device=device).triu_(1)
-        self.places = positions[:, 1:, None] + torch.arange(heads.parallel + 1, device=device)
+        self.later = torch.ones(length - 1, length, dtype=torch.bool, device=device).triu_(1)[chosen]
+        self.places = positions[:, 1:][:, chosen, None] + torch.arange(heads.parallel + 1, device=device)
 
     def attend(self, i: int) -> AttendRows:
-        """The attention of layer i: q [rows, length - 1, block, Hq, D], k and v of H heads -> as q."""
+        """The attention of layer i: q [rows, n, block, Hq, D], k and v of H heads -> as q."""
 
         def read(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             groups = q.shape[-2] // k.shape[-2]

@@ -34,6 +34,7 @@ class FeatureKind:
     as wide, so that those for a small model are small."""
 
     kind: str
+    every: int = 1
 
     @property
     def own_output(self) -> bool:

@@ -23,6 +23,11 @@ class HeadsKind(Protocol):
         """Whether heads have an output matrix of their own, which may know fewer tokens than the model's."""
         ...
 
+    @property
+    def every(self) -> int:
+        """One position of so many is learned in a step, where each costs much."""
+        ...
+
     def taps(self, module: Any) -> tuple[int, ...]:
         """Layers after which a module reads rows, beside the last state."""
         ...

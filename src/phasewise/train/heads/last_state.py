@@ -22,7 +22,7 @@ class LastStateKind:
     """What both share: each head is learned at all positions at once, behind the right tokens. That is exact, for a
     later guess matters only where the earlier ones were right."""
 
-    own_output = False
+    own_output, every = False, 1
 
     def taps(self, module: LastStateHeads) -> tuple[int, ...]:
         return ()

@@ -146,7 +146,7 @@ def heads_loss(
     sums: list[Tensor] = []
     counts: list[int] = []
     for block in blocks:
-        seen = target.see(block, kind.taps(module))
+        seen = target.see(block, kind.taps(module)).thinned(kind.every)
         said = said_by_the_model(target, seen, kind.vocabulary(module))
         for head, logits in enumerate(islice(kind.guesses(module, target, seen), learned)):
             loss = F.cross_entropy(logits, said(head), reduction="sum")

@@ -7,7 +7,7 @@ no second description of the model is needed. Nothing is kept from one step to t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -27,16 +27,27 @@ class SeenBlock:
     `taps`: rows after some layers, likewise.
 
     Head i, from 0 on, reads the state at position t, guesses the token at t + 2 + i, and is learned where that token is
-    (`wanted`). Padding is behind everything that is learned.
+    (`wanted`). Padding is behind everything that is learned. With `every` above 1 only one position of so many is, from
+    `first` on.
     """
 
     block: TokenBlock
     h: Tensor
     taps: dict[int, Tensor] = field(default_factory=dict)
+    every: int = 1
+    first: int = 0
 
     def wanted(self, head: int) -> Tensor:
         """bool [rows, length - 1 - head]: the positions t at which the head's token is one that is learned."""
-        return self.block.targets[:, head + 1 :] >= 0
+        learned = self.block.targets[:, head + 1 :] >= 0
+        if self.every > 1:
+            places = torch.arange(learned.shape[1], device=learned.device)
+            learned &= (places - self.first) % self.every == 0
+        return learned
+
+    def thinned(self, every: int) -> SeenBlock:
+        """The same, of which one position of so many is learned. What the text is decides at which they begin."""
+        return replace(self, every=every, first=int(self.block.ids.sum()) % every)
 
     def tokens(self, head: int) -> Tensor:
         """The tokens that the head should guess, int64 [n], row by row."""
