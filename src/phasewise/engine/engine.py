@@ -321,10 +321,12 @@ class Engine:
             if isinstance(span, Exception):
                 self._fail(work.job, span)
                 continue
-            if span.layers is not None or (span.hidden is not span.given and work.layers is not None):
+            begun = span.layers is not None or span.hidden is not span.given
+            if not span.finishes or (begun and work.layers is not None):
                 self._fail(work.job, UserError(DEPTH))
                 continue
-            span.layers = work.layers
+            if work.layers is not None:
+                span.layers = work.layers
             if span.rows > work.rows:  # a method's smallest unit
                 if work.job.kv is None or not self.room.make(work.job, span.rows):
                     continue

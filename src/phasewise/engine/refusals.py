@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 DEPTH = (
     "the decode method gives rows a depth or a state of their own, where the schedule decides which layers run: choose "
-    "a schedule that runs whole steps; a decode method leaves `layers` alone, and `hidden` where the depth is split"
+    "a schedule that runs whole steps; a decode method leaves `layers` and `hidden` alone where the depth is split, "
+    "and never ends before the last layer"
 )
 
 

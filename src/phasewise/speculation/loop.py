@@ -115,6 +115,12 @@ class Speculation(Decode):
             drafter.companion.optional = self._sized
         drafter.sized_by(self._sized)
         self.drawer, self.token_rows = drafter.drawer, drafter.token_rows
+        self._first_layers = drafter.first_layers
+        if traits.matches == "none" and traits.begins_rows:
+            raise UserError(
+                f"{_name(drafter)} begins to compute its guesses in the memory that is reserved, and under the "
+                f"verifier {_name(verifier)} tokens would depend on that; choose an exact verifier"
+            )
         if traits.matches == "none" and traits.learns_across:
             raise UserError(
                 f"{_name(drafter)} learns from all requests, and under the verifier {_name(verifier)} tokens would "
@@ -135,6 +141,8 @@ class Speculation(Decode):
         """Tokens after the prompt stand so many positions further on: whoever drafts on their KV has to know."""
         if isinstance(self.drafter.companion, Tails):
             self.drafter.companion.beyond = rows
+        if self._first_layers is not None:
+            self._first_layers.beyond = rows
 
     def close(self) -> None:
         self.drafter.close()
@@ -162,6 +170,15 @@ class Speculation(Decode):
         return 1 + size
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int], phase: Phase) -> list[Span]:
+        if self._first_layers is None:
+            return self._spans(requests, budgets, phase)
+        with self._first_layers.lent(phase):
+            spans = self._spans(requests, budgets, phase)
+            for span in spans:
+                self._first_layers.hand_over(span)
+        return spans
+
+    def _spans(self, requests: Sequence[Request], budgets: Sequence[int], phase: Phase) -> list[Span]:
         spans: list[Span | None] = [None] * len(requests)
         ready = []
         for i, (request, budget) in enumerate(zip(requests, budgets)):

@@ -109,6 +109,23 @@ def _blocks(one: Traits, other: Traits) -> str | None:
     )
 
 
+def _begun(one: Traits, other: Traits) -> str | None:
+    if not one.begins_rows or not other.acts("decode"):
+        return None
+    if "skip" in other.slots:
+        why = "decides which layers run"
+    elif other.frees_rows:
+        why = "gives up rows by what is seen in all layers"
+    elif other.own_attention:
+        why = "chooses what rows read, from layer to layer"
+    else:
+        return None
+    return (
+        f"{one.label} has guesses run the first layers before the others, one by one, and {other.label} {why}: choose "
+        "another drafter, or leave the other method out"
+    )
+
+
 RULES: tuple[Callable[[Traits, Traits], str | None], ...] = (
-    _slots, _brought, _recomputed, _deferred, _pieces, _low_rank, _base, _injected, _blocks,
+    _slots, _brought, _recomputed, _deferred, _pieces, _low_rank, _base, _injected, _blocks, _begun,
 )  # fmt: skip

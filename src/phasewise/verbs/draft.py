@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from phasewise.kv.format import KVShape
     from phasewise.kv.token_rows import TokenRows
     from phasewise.request.request import Request
+    from phasewise.speculation.first_layers import FirstLayers
     from phasewise.speculation.tree_drafter import DraftBackend
 
 Drawn = Literal["point", "iid", "without_replacement", "top_plus_one"]
@@ -133,11 +134,13 @@ class Drafter(ABC):
     """draft: what might come next?
 
     A guess says how it was drawn (`Draft`). A drafter that keeps a second model in step asks the host for a companion;
-    one that guesses with the model itself, on the requests' own KV, writes `Tails` (speculation/tails.py). Drafters
+    one that guesses with the model itself, on the requests' own KV, writes `Tails` (speculation/tails.py), or begins
+    the guesses' own rows (`FirstLayers`), which is told by `Traits.begins_rows`. Drafters
     inherit from this class: what they leave out is as it is here. One that holds others is a `HoldingDrafter`.
     """
 
     companion: DraftBackend | None = None  # its second model, or what stands for one
+    first_layers: FirstLayers | None = None  # those of the model that run its guesses before they are judged
     drawer: Callable[[int, KVShape, Room], int] | None = None  # see SlotRuntime, as is `token_rows`
     token_rows: Sequence[TokenRows] = ()
 
@@ -204,6 +207,7 @@ class HoldingDrafter(Drafter):
     def __init__(self, *parts: Drafter) -> None:
         self.parts, first = parts, parts[0]
         self.companion, self.drawer, self.token_rows = first.companion, first.drawer, first.token_rows
+        self.first_layers = first.first_layers
 
     def size(self, request: Request) -> int:
         return sum(its.size(request) for its in self.parts)

@@ -70,6 +70,7 @@ class Traits:
     candidates: int = 0  # draft: `learn` is given so many likeliest tokens after every judged row
     idles: bool = False  # draft: it need not be asked in a step for which each `size` was 0
     learns_across: bool = False  # draft: guesses depend on other requests, so no verifier may let tokens depend on them
+    begins_rows: bool = False  # draft: guesses run the model's first layers before they are judged (`FirstLayers`)
     wants: frozenset[str] = frozenset()  # verify: "logits", "hidden" (of `Shown`) or "thoughts" (of `Draft`)
     matches: Matches = "none"  # verify: drafts under which tokens are plain decoding's, random number by random number
 
