@@ -38,6 +38,7 @@ DRAFTS = {
     "tree": "token_recycling:prompts=none",  # judged rows alone leave as many successors as make trees
     "second model": "draft_model:model=tiny,k=3",
     "own KV": "swift:steps=4,confidence=0.1,branches=2,window=6,bayes=3",
+    "first layers": "kangaroo:heads=random:0,depth=4,stop=0",
 }
 TEXTS = tiny.prompts(90, 70, 33, seed=2)
 SAMPLED = Params(max_tokens=N, ignore_eos=True, temperature=0.7, seed=3)
@@ -144,8 +145,10 @@ def test_drafts_behind_latents_stand_as_far_on(draft: str, monkeypatch: pytest.M
     tiny.run(engine, TEXTS, tiny.greedy(N))
     if draft == "own KV":
         assert decode.then.drafter.companion.beyond == COUNT
+    if draft == "first layers":
+        assert decode.then.drafter.first_layers.beyond == COUNT
     kinds = {span.sees is None for span in seen if span.rows > 1}
-    assert kinds == ({True} if draft in ("chain", "second model") else {False}) or draft == "own KV"
+    assert kinds == ({True} if draft in ("chain", "second model", "first layers") else {False}) or draft == "own KV"
 
 
 @pytest.mark.parametrize("draft", ["chain", "tree"])

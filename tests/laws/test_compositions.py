@@ -138,6 +138,10 @@ EXPECTED = {  # by pair of choices, a part of the reason
     ("skip.lazyllm", "attend.quest"): "skip lazyllm also fills attend: leave out --attend quest",
     ("skip.lazyllm", "draft.prompt_lookup"): "may bring several",
     ("skip.lazyllm", "tree"): "may bring several",
+    ("draft.kangaroo", "attend.quest"): "one by one, and attend quest chooses what rows read",
+    ("draft.kangaroo", "evict.h2o"): "ranks rows by what all layers have seen",
+    ("draft.kangaroo", "store.zipcache"): "ranks rows by what all layers have seen",
+    ("draft.kangaroo", "skip.unified"): "decides which layers run",
 }
 TOGETHER = [  # what a rule might wrongly forbid
     ("attend.tidal", "evict.snapkv"), ("store.kivi", "skip.unified"), ("store.int8", "attend.quest"),
@@ -145,6 +149,7 @@ TOGETHER = [  # what a rule might wrongly forbid
     ("decode.pie", "attend.hydragen"), ("store.zipcache", "draft.prompt_lookup"), ("attend.power", "evict.streaming"),
     ("skip.lazyllm", "decode.contrastive"), ("attend.infllm", "evict.longgen"), ("decode.augment", "store.kivi"),
     ("store.cachegen", "attend.quest"), ("attend.token_select", "decode.block_diffusion"),
+    ("draft.kangaroo", "evict.snapkv"), ("draft.kangaroo", "attend.hydragen"), ("draft.kangaroo", "store.kivi"),
 ]  # fmt: skip
 
 

@@ -63,12 +63,13 @@ class Features:
         if index:
             rows, at = self.read(hidden, index), 0
             for request, start, count in noted:
-                anew += [request] * self._put(request, start, rows[at : at + count])
+                anew += [request] * self.put(request, start, rows[at : at + count])
                 at += count
         return anew
 
-    def _put(self, request: Request, start: int, rows: Tensor) -> bool:
-        """Returns True if they are the first."""
+    def put(self, request: Request, start: int, rows: Tensor) -> bool:
+        """Keeps the features of tokens from the number `start` on, as the last ones. Returns True if they are the
+        first."""
         drawer: dict[str, Any] | None = request.state.get(self.name)
         anew = drawer is None or not drawer["first"] <= start <= drawer["first"] + drawer["count"]
         if drawer is None or anew:

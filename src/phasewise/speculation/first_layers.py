@@ -64,7 +64,7 @@ class FirstLayers:
             yield
         except BaseException:
             for begun in touched.values():
-                _drop(begun.request)
+                self.drop(begun.request)
             raise
         finally:
             self._begun, self._phase = {}, None
@@ -112,7 +112,13 @@ class FirstLayers:
             span.kv.spread()
             span.layers, span.hidden = (self.depth, self.model.config.layers), torch.stack(begun.rows[: span.rows])
         else:
-            _drop(span.request)
+            self.drop(span.request)
+
+    @staticmethod
+    def drop(request: Request) -> None:
+        """Rows of a request that were begun are there no more; its span will run all layers."""
+        if request.kv is not None:
+            request.kv.commit(0)
 
 
 class _Above(Skip):
@@ -127,8 +133,3 @@ class _Above(Skip):
 
 def _chain(parents: Sequence[int]) -> bool:
     return all(parent == node - 1 for node, parent in enumerate(parents))
-
-
-def _drop(request: Request) -> None:
-    if request.kv is not None:
-        request.kv.commit(0)

@@ -114,8 +114,8 @@ def _begun(one: Traits, other: Traits) -> str | None:
         return None
     if "skip" in other.slots:
         why = "decides which layers run"
-    elif other.frees_rows:
-        why = "gives up rows by what is seen in all layers"
+    elif other.frees_rows or other.ranks_rows:
+        why = "ranks rows by what all layers have seen of a step's"
     elif other.own_attention:
         why = "chooses what rows read, from layer to layer"
     else:

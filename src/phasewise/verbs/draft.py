@@ -135,8 +135,8 @@ class Drafter(ABC):
 
     A guess says how it was drawn (`Draft`). A drafter that keeps a second model in step asks the host for a companion;
     one that guesses with the model itself, on the requests' own KV, writes `Tails` (speculation/tails.py), or begins
-    the guesses' own rows (`FirstLayers`), which is told by `Traits.begins_rows`. Drafters
-    inherit from this class: what they leave out is as it is here. One that holds others is a `HoldingDrafter`.
+    the guesses' own rows (speculation/first_layers.py), and then has `Traits.begins_rows`. Drafters inherit from this
+    class: what they leave out is as it is here. One that holds others is a `HoldingDrafter`.
     """
 
     companion: DraftBackend | None = None  # its second model, or what stands for one

@@ -21,6 +21,8 @@ from phasewise.speculation.heads.dflash import DFlashHeads
 from phasewise.speculation.heads.dflash_layout import dflash, dflash_settings, usual_dflash
 from phasewise.speculation.heads.eagle import Eagle1, Eagle3, PEagle
 from phasewise.speculation.heads.eagle_layout import eagle1, eagle3, eagle3_settings, usual_options
+from phasewise.speculation.heads.exit import ExitAdapter
+from phasewise.speculation.heads.exit_layout import exit_adapter, exit_settings, usual_exit_adapter
 from phasewise.speculation.heads.fitting import digest, named, same_base
 from phasewise.speculation.heads.folder import AUTO, CONFIG, WEIGHTS, StoredHeads, locate, read, seed_of
 from phasewise.speculation.heads.layers import LAYER, block_config, layer_settings, plain_layer
@@ -31,9 +33,9 @@ SAID = "speculators_model_type"
 # kinds that a folder may hold, and the drafter that reads them
 DRAFTERS = {
     "eagle1": "eagle", "eagle3": "eagle", "peagle": "eagle", "dflash": "dflash", "medusa": "medusa", "mtp": "mtp",
-    "hydra": "hydra", "hydra_plus": "hydra",
+    "hydra": "hydra", "hydra_plus": "hydra", "kangaroo": "kangaroo",
 }  # fmt: skip
-SINGLE = ("eagle1", "mtp")  # kinds of one layer
+SINGLE = ("eagle1", "kangaroo", "mtp")  # kinds of one layer
 
 
 # ---- reading
@@ -97,6 +99,8 @@ def load(stored: StoredHeads, model: Model, kind: str) -> FeatureHeads:
         return dflash(stored, config, tensors, model)
     if kind == "mtp":
         return mtp(stored, config, tensors, model)
+    if kind == "kangaroo":
+        return exit_adapter(stored, config, tensors, model)
     if kind in ("eagle3", "peagle"):
         return eagle3(stored, config, tensors, model, masked=kind == "peagle")
     return eagle1(stored, config, tensors, model)
@@ -116,10 +120,12 @@ def random_heads(kind: str, model: Model, seed: int) -> FeatureHeads:
     return made
 
 
-def untrained(kind: str, model: Model, *, narrow: bool = False, draft_vocab: int = 0, guesses: int = 0) -> FeatureHeads:
+def untrained(
+    kind: str, model: Model, *, narrow: bool = False, draft_vocab: int = 0, guesses: int = 0, exit: int = 0
+) -> FeatureHeads:
     """Heads of the usual shape for a model: a plain Llama's block of its widths. `narrow`: with one key head and an MLP
     half as wide as the model. `draft_vocab`: tokens that an EAGLE-3 head knows; 0: all. `guesses`: those of a pass of
-    DFlash's heads; 0: as many as usual."""
+    DFlash's heads; 0: as many as usual. `exit`: the model's layers before an adapter; 0: the usual number."""
     config = plain_layer(model, narrow=narrow)
     if kind == "eagle1":
         return Eagle1(config)
@@ -127,6 +133,8 @@ def untrained(kind: str, model: Model, *, narrow: bool = False, draft_vocab: int
         return MTP(config)
     if kind == "dflash":
         return usual_dflash(model, narrow=narrow, guesses=guesses)
+    if kind == "kangaroo":
+        return usual_exit_adapter(model, narrow=narrow, exit=exit)
     if kind == "peagle":
         return PEagle(config, usual_options(model, masked=True))
     return Eagle3(config, usual_options(model, draft_vocab))
@@ -148,6 +156,8 @@ def settings_of(heads: FeatureHeads, model: Model, tokens: int) -> dict[str, Any
         made |= eagle3_settings(heads)
     if isinstance(heads, DFlashHeads):
         made |= dflash_settings(heads)
+    if isinstance(heads, ExitAdapter):
+        made |= exit_settings(heads)
     return made
 
 
