@@ -158,7 +158,8 @@ def heads(
     kind: Annotated[
         str,
         typer.Argument(
-            metavar="KIND", help="medusa, hydra, hydra_plus, eagle1, eagle3, mtp, dflash. Without one: the list."
+            metavar="KIND",
+            help="medusa, hydra, hydra_plus, eagle1, eagle3, mtp, dflash, kangaroo. Without one: the list.",
         ),
     ] = "",
     target: Annotated[

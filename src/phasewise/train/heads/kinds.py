@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from phasewise.errors import UserError, near
 from phasewise.train.dense import TokenBlock
 from phasewise.train.heads.dflash import DFlashKind
+from phasewise.train.heads.exit import ExitKind
 from phasewise.train.heads.feature import FeatureKind
 from phasewise.train.heads.last_state import HydraKind, HydraPlusKind, MedusaKind
 from phasewise.train.heads.target import FrozenTarget, SeenBlock
@@ -67,6 +68,7 @@ KINDS: dict[str, HeadsKind] = {
     "eagle3": FeatureKind("eagle3"),
     "hydra": HydraKind(),
     "hydra_plus": HydraPlusKind(),
+    "kangaroo": ExitKind(),
     "medusa": MedusaKind(),
     "mtp": FeatureKind("mtp"),
 }
