@@ -250,7 +250,9 @@ def test_who_holds_a_drafter_asks_it(held: str, question: str, answer: object, m
 
 def test_the_drafter_inside_is_told_who_is_sized() -> None:
     heard: list[object] = []
-    pacer = Pacer(cast(Any, SimpleNamespace(companion=None, drawer=None, token_rows=(), sized_by=heard.append)))
+    pacer = Pacer(
+        cast(Any, SimpleNamespace(companion=None, first_layers=None, drawer=None, token_rows=(), sized_by=heard.append))
+    )
     pacer.sized_by(callable)
     assert heard == [callable]
 

@@ -107,7 +107,11 @@ def test_each_drafter_learns_as_many_likeliest_tokens_as_it_asked_for() -> None:
 
     def learner() -> Any:
         return SimpleNamespace(
-            companion=None, drawer=None, token_rows=(), learn=lambda spans, hidden, outcomes, tops: heard.append(tops)
+            companion=None,
+            first_layers=None,
+            drawer=None,
+            token_rows=(),
+            learn=lambda spans, hidden, outcomes, tops: heard.append(tops),
         )
 
     tops, nothing = torch.arange(12).view(3, 4), cast(Any, None)

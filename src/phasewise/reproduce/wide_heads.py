@@ -45,6 +45,7 @@ BLOCKS = {
     "dflash": _BlockWidening((*RESIDUAL, "fc", "hidden_norm"), parts={"fc": 3}),
     "eagle1": _BlockWidening(padded=("post_attention_layernorm",), parts={"fc": 2}),
     "eagle3": _BlockWidening((*RESIDUAL, "fc", "hidden_norm"), parts={"fc": 3, "q_proj": 2, "k_proj": 2, "v_proj": 2}),
+    "kangaroo": _BlockWidening(("o_proj", "input_layernorm")),
     "mtp": _BlockWidening((*RESIDUAL, "input_proj", "token_layernorm"), ("hidden_layernorm",), {"input_proj": 2}),
 }
 
