@@ -179,17 +179,8 @@ class Speculation(Decode):
         return spans
 
     def _spans(self, requests: Sequence[Request], budgets: Sequence[int], phase: Phase) -> list[Span]:
-        spans: list[Span | None] = [None] * len(requests)
-        ready = []
-        for i, (request, budget) in enumerate(zip(requests, budgets)):
-            if request.rows == 1 and not self._guessing and request.params.ask is None:
-                spans[i] = slice_span(request, 1, phase)  # a step without guesses takes no time here
-            elif catching_up(request):
-                spans[i] = slice_span(request, min(budget, self.rows(request)), phase)
-            elif follows := sure(self.host, request):
-                spans[i] = sure_span(request, follows if self.whole(request) else follows[: budget - 1], phase)
-            else:
-                ready.append(i)
+        spans = [self._unguessed(request, budget, phase) for request, budget in zip(requests, budgets)]
+        ready = [i for i, span in enumerate(spans) if span is None]
         if ready:
             nodes = [self._nodes(requests[i], budgets[i]) for i in ready]
             for i, most, draft in zip(ready, nodes, self.drafter.draft([requests[i] for i in ready], nodes)):
@@ -200,6 +191,16 @@ class Speculation(Decode):
                 else:
                     spans[i] = slice_span(requests[i], 1, phase)
         return told(self.host, [span for span in spans if span is not None])
+
+    def _unguessed(self, request: Request, budget: int, phase: Phase) -> Span | None:
+        """The span of a request for which nothing is guessed now; None: the drafter is asked."""
+        if request.rows == 1 and not self._guessing and request.params.ask is None:
+            return slice_span(request, 1, phase)  # a step without guesses takes no time here
+        if catching_up(request):
+            return slice_span(request, min(budget, self.rows(request)), phase)
+        if follows := sure(self.host, request):
+            return sure_span(request, follows if self.whole(request) else follows[: budget - 1], phase)
+        return None
 
     def _nodes(self, request: Request, budget: int) -> int:
         """The most that may be guessed in a step that grants `budget` rows."""
