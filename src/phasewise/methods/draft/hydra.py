@@ -9,8 +9,8 @@ from typing import ClassVar
 from phasewise.methods.draft._rank_tree import RankTree
 from phasewise.speculation.feature_model import FeatureModel
 from phasewise.speculation.heads.hydra import HydraHeads
-from phasewise.speculation.heads.hydra_layout import prefix_layer
 from phasewise.speculation.heads.last_state import LastStateDrafter, LastStateHeads, loaded
+from phasewise.speculation.heads.layouts import prefix_layer
 from phasewise.speculation.prefixed import PrefixedDrafter
 from phasewise.verbs.host import Host
 

@@ -25,6 +25,7 @@ from phasewise.speculation.heads.exit import ExitAdapter
 from phasewise.speculation.heads.exit_layout import exit_adapter, exit_settings, usual_exit_adapter
 from phasewise.speculation.heads.fitting import digest, named, same_base
 from phasewise.speculation.heads.folder import AUTO, CONFIG, WEIGHTS, StoredHeads, locate, read, seed_of
+from phasewise.speculation.heads.hydra_layout import prefix_layer as prefix_layer
 from phasewise.speculation.heads.layers import LAYER, block_config, layer_settings, plain_layer
 from phasewise.speculation.heads.mtp import MTP
 from phasewise.speculation.heads.mtp_layout import carried_module, mtp
