@@ -4,9 +4,11 @@
 //
 // Levels are taken as they are stored, from 0 up: what stands for 0 among them is part of m. A panel is multiplied in
 // chunks of 256 inputs. First a chunk's scales become floats, so that all kinds whose levels are read alike share their
-// loops. Within a group the sum is exact for bytes, and in float32, input by input, for bfloat16. For bfloat16, few rows
-// read the levels as they lie; where there are more, levels become floats once, and all rows read these. The sums are the
-// same, bit for bit.
+// loops. Within a group the sum is exact for bytes, and in float32, input by input, for bfloat16.
+//
+// Rows are multiplied in tiles of up to six, whose sums stay in registers. The first tile reads the levels as they lie.
+// If there are more, it also stores them, as bytes or floats, and the others read these from the L1 cache. The sums are
+// the same, bit for bit.
 #pragma once
 #include <type_traits>
 
@@ -14,6 +16,8 @@
 #include "tile.h"
 
 constexpr long COLUMNS = WIDTH / LANES;  // registers of a panel's outputs
+constexpr int PAIR = 2;                  // of these, that meet an input together in most tiles
+constexpr int MOST_TILE = 6;             // rows of a tile
 constexpr long CHUNK_SECTIONS = 8, CHUNK_INPUTS = CHUNK_SECTIONS * SECTION;
 constexpr long MOST_GROUPS = CHUNK_INPUTS / 16;
 
@@ -39,6 +43,15 @@ struct Fetched {
     for (const uint8_t* until = at + bytes; at < until; at += 64) __builtin_prefetch(at, 0, 3);
   }
 };
+
+// Registers are for sums: what is read anew every time is pointed to by what the compiler knows nothing of.
+template <class T> __attribute__((always_inline)) inline T* hidden(T* p) {
+  asm volatile("" : "+r"(p));
+  return p;
+}
+
+// What is computed stands in a register here: else GCC adds products as a tree, whose leaves do not fit the registers.
+__attribute__((always_inline)) inline void pin(__m256i& x) { asm volatile("" : "+x"(x)); }
 
 // ---- kinds whose levels are read alike
 template <long BITS_> struct PlainLevels {
@@ -84,12 +97,9 @@ template <class Levels> constexpr int PRODUCTS = SHIFT<Levels> != Levels::OFFSET
                                                  : Levels::TABLE                 ? 4
                                                                                  : 1 << (7 - Levels::BITS);
 
-// Of COUNT words of levels with as many of a row.
-inline __m256i all_of(int32_t x) { return (__m256i)splat(x); }
-inline __m256i all_of(I x) { return (__m256i)x; }
-
-template <class Levels, int COUNT, class X>
-__attribute__((always_inline)) inline I byte_sums(const I* levels, const X* x) {
+// The products of COUNT words of levels with as many of a row.
+template <class Levels, int COUNT>
+__attribute__((always_inline)) inline I byte_sums(const I* levels, const I* x) {
   constexpr bool SIGNS = SHIFT<Levels> != Levels::OFFSET;
   constexpr int EACH = PRODUCTS<Levels> < COUNT ? PRODUCTS<Levels> : COUNT;
   I all = {};
@@ -98,7 +108,7 @@ __attribute__((always_inline)) inline I byte_sums(const I* levels, const X* x) {
     __m256i some = {};
 #pragma GCC unroll 8
     for (int i = from; i < from + EACH; i++) {
-      __m256i in = all_of(x[i]), w = (__m256i)levels[i];
+      __m256i in = (__m256i)x[i], w = (__m256i)levels[i];
       __m256i products = SIGNS ? _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(in, w))
                                : _mm256_maddubs_epi16(w, in);
       some = i > from ? _mm256_add_epi16(some, products) : products;
@@ -114,6 +124,8 @@ struct ByteRows {
   long stride;  // words of a row
   const ByteGroup* groups;
   long of_row;  // groups of a row
+
+  ByteRows from(long row) const { return {x + row * stride, stride, groups + row * of_row, of_row}; }
 };
 
 // sum += what bytes of a row gave with a group of weights
@@ -131,36 +143,107 @@ __attribute__((always_inline)) inline void read_bytes(const uint8_t* at, long ou
 }
 
 typedef void BytesTile(const LevelChunk& chunk, ByteRows in, long rows, F (*sums)[COLUMNS]);
-constexpr long BYTES_BLOCK = 32;  // rows that share levels once they are bytes
+constexpr long BYTES_BLOCK = 64;  // rows that share levels once they are bytes
 
-// sums += rows times a chunk. Of 8 outputs the levels of a section fill half of the registers; rows come one after the
-// other, or where there is one, outputs. `WIDE`: groups have several sections, one byte group for all.
-template <class Levels, int PARTS, bool WIDE>
-void bytes_tile(const LevelChunk& chunk, ByteRows in, long rows, F (*sums)[COLUMNS]) {
-  constexpr int WORDS = SECTION / 4, COUNT = WORDS / PARTS;
-  I levels[WORDS], held[WIDE ? BYTES_BLOCK : 1];  // sums of a group so far
-  const long sections = WIDE ? chunk.inputs / SECTION : 1;
-  Fetched next(chunk, COLUMNS * chunk.count);
-  for (long at = 0; at < COLUMNS; at++)
-    for (long s = 0; s < chunk.count; s++) {
-      next.share();
-      read_bytes<Levels>(chunk.sections[s], at * LANES, levels);
-      const long group = s / sections;
-      const bool begins = !WIDE || s % sections == 0, ends = !WIDE || (s + 1) % sections == 0;
-#pragma GCC unroll 2
-      for (int part = 0; part < PARTS; part++) {
-        const F d = load<F>(chunk.d[group * PARTS + part] + at * LANES);
-        const F m = load<F>(chunk.m[group * PARTS + part] + at * LANES);
-        const int32_t* x = in.x + s * WORDS + part * COUNT;
-        const ByteGroup* of = in.groups + group;
-        for (long r = 0; r < rows; r++, x += in.stride, of += in.of_row) {
-          I all = byte_sums<Levels, COUNT>(levels + part * COUNT, x);
-          if (!begins) all += held[r];
-          if (!ends) held[r] = all;
-          else finish_bytes<PARTS>(sums[r][at], all, d, m, *of, part);
+struct UnpackedBytes {  // of a chunk, for 16 outputs; a word is four inputs of each
+  alignas(64) I words[CHUNK_SECTIONS][SECTION / 4][PAIR];
+};
+
+// all = (`ADDS`: all +) R rows times COUNT words of 16 outputs, from word FROM of a section on. `FIRST`: they are read
+// where they lie, and stored to `words` for other tiles.
+template <class Levels, bool FIRST, int FROM, int COUNT, bool ADDS, int R>
+__attribute__((always_inline)) inline void add_words(const Section<Levels>& section, long output, I (*words)[PAIR],
+                                                     const int32_t* (&x)[R], I (&all)[R][PAIR]) {
+  constexpr bool SIGNS = SHIFT<Levels> != Levels::OFFSET;
+  constexpr int EACH = PRODUCTS<Levels> < COUNT ? PRODUCTS<Levels> : COUNT;
+  words = hidden(words);
+  for (int r = 0; r < R; r++) x[r] = hidden(x[r]);
+#pragma GCC unroll 8
+  for (int from = 0; from < COUNT; from += EACH) {
+    __m256i some[R][PAIR];
+#pragma GCC unroll 8
+    for (int i = from; i < from + EACH; i++) {
+      __m256i w[PAIR], sizes[PAIR];
+      for (int j = 0; j < PAIR; j++) {
+        if (FIRST) words[FROM + i][j] = section.bytes((FROM + i) / 2, (FROM + i) % 2, output + j * LANES);
+        w[j] = (__m256i)words[FROM + i][j];
+        sizes[j] = SIGNS ? _mm256_abs_epi8(w[j]) : w[j];
+      }
+      for (int r = 0; r < R; r++) {
+        const __m256i in = (__m256i)splat(x[r][i]);
+        for (int j = 0; j < PAIR; j++) {
+          __m256i products = _mm256_maddubs_epi16(sizes[j], SIGNS ? _mm256_sign_epi8(in, w[j]) : in);
+          some[r][j] = i > from ? _mm256_add_epi16(some[r][j], products) : products;
+          pin(some[r][j]);
         }
       }
     }
+    for (int r = 0; r < R; r++)
+      for (int j = 0; j < PAIR; j++) {
+        I sums = (I)_mm256_madd_epi16(some[r][j], _mm256_set1_epi16(1));
+        all[r][j] = ADDS || from ? all[r][j] + sums : sums;
+      }
+  }
+  for (int r = 0; r < R; r++) x[r] += COUNT;
+}
+
+// sums += R rows times a chunk, for 16 outputs from register `at` on. `WIDE`: groups have several sections. Not
+// inlined: GCC then keeps the sums of sixteen bits in registers.
+template <class Levels, int PARTS, bool WIDE, bool FIRST, int R>
+__attribute__((noinline)) void bytes_tile(const LevelChunk& chunk, UnpackedBytes& levels, long at, ByteRows in,
+                                          Fetched& fetched, F (*sums)[COLUMNS]) {
+  constexpr int COUNT = SECTION / 4 / PARTS;
+  const long sections = WIDE ? chunk.inputs / SECTION : 1, output = at * LANES;
+  const ByteGroup* of = in.groups;
+  Fetched next = fetched;
+  const int32_t* x[R];
+  for (int r = 0; r < R; r++) x[r] = in.x + r * in.stride;
+  for (long first = 0, group = 0; first < chunk.count; first += sections, of++) {
+    auto finish = [&](I (&all)[R][PAIR], int part) {
+      F (*to)[COLUMNS] = hidden(sums);
+      for (int j = 0; j < PAIR; j++) {
+        const F d = load<F>(chunk.d[group] + output + j * LANES), m = load<F>(chunk.m[group] + output + j * LANES);
+        for (int r = 0; r < R; r++) finish_bytes<PARTS>(to[r][at + j], all[r][j], d, m, of[r * in.of_row], part);
+      }
+      group++;
+    };
+    I all[R][PAIR];
+    next.share();
+    add_words<Levels, FIRST, 0, COUNT, false>({chunk.sections[first]}, output, levels.words[first], x, all);
+    for (long s = first + 1; WIDE && s < first + sections; s++) {
+      next.share();
+      add_words<Levels, FIRST, 0, COUNT, true>({chunk.sections[s]}, output, levels.words[s], x, all);
+    }
+    finish(all, 0);
+    if constexpr (PARTS > 1) {
+      add_words<Levels, FIRST, COUNT, COUNT, false>({chunk.sections[first]}, output, levels.words[first], x, all);
+      finish(all, 1);
+    }
+  }
+  fetched = next;
+}
+
+template <class Levels, int PARTS, bool WIDE, bool FIRST, int R = MOST_TILE>
+void bytes_tile_of(long rows, const LevelChunk& chunk, UnpackedBytes& levels, long at, const ByteRows& in,
+                   Fetched& next, F (*sums)[COLUMNS]) {
+  if (rows == R) bytes_tile<Levels, PARTS, WIDE, FIRST, R>(chunk, levels, at, in, next, sums);
+  else if constexpr (R > 1 + FIRST)
+    bytes_tile_of<Levels, PARTS, WIDE, FIRST, R - 1>(rows, chunk, levels, at, in, next, sums);
+}
+
+// sums += rows, at least two, times a chunk.
+template <class Levels, int PARTS, bool WIDE>
+void bytes_of_rows(const LevelChunk& chunk, ByteRows in, long rows, F (*sums)[COLUMNS]) {
+  UnpackedBytes levels;
+  const long tiles = (rows + MOST_TILE - 1) / MOST_TILE, first = (rows + tiles - 1) / tiles;
+  Fetched next(chunk, COLUMNS / PAIR * chunk.count * tiles);
+  for (long at = 0; at < COLUMNS; at += PAIR) {
+    bytes_tile_of<Levels, PARTS, WIDE, true>(first, chunk, levels, at, in, next, sums);
+    for (long from = first, left = tiles - 1, some; left; left--, from += some) {
+      some = (rows - from + left - 1) / left;
+      bytes_tile_of<Levels, PARTS, WIDE, false>(some, chunk, levels, at, in.from(from), next, sums + from);
+    }
+  }
 }
 
 // The same of one row.
@@ -209,12 +292,6 @@ constexpr PlaceMasks place_masks(bool nibbles) {
   return found;
 }
 
-// Registers are for sums: what is read anew every time is pointed to by what the compiler knows nothing of.
-template <class T> __attribute__((always_inline)) inline T* hidden(T* p) {
-  asm volatile("" : "+r"(p));
-  return p;
-}
-
 template <class Levels> struct FloatLevels {
   static constexpr bool NIBBLES = Levels::BITS == 4 && !Levels::TABLE;
   static constexpr PlaceMasks MASKS = place_masks(NIBBLES);
@@ -243,13 +320,14 @@ struct FloatRows {
   FloatRows from(long row) const { return {x + row * stride, stride, sums + row * of_row, of_row}; }
 };
 
-constexpr int DIRECT_ROWS = 4;  // of a tile that reads levels as they lie
-typedef void FloatsTile(const LevelChunk& chunk, FloatRows in, F (*sums)[COLUMNS]);
+struct UnpackedLevels;
+typedef void FloatsTile(const LevelChunk& chunk, UnpackedLevels& some, FloatRows in, Fetched& fetched,
+                        F (*sums)[COLUMNS]);
 
-// acc += R rows times the levels of a step.
-template <class Levels, int R, int W>
+// acc += R rows times the levels of a step; `KEEPS`: these are also stored to `kept`.
+template <class Levels, bool KEEPS, int R, int W>
 __attribute__((always_inline)) inline void floats_step(F (&acc)[R][W], Section<Levels>& section, long step, long at,
-                                                       const float* const (&x)[R]) {
+                                                       const float* const (&x)[R], F (*kept)[PAIR]) {
   typedef FloatLevels<Levels> Floats;
 #pragma GCC unroll 8
   for (int i = 0; i < STEP; i++) {
@@ -265,6 +343,7 @@ __attribute__((always_inline)) inline void floats_step(F (&acc)[R][W], Section<L
     } else {
       F w[W];
       for (int j = 0; j < W; j++) w[j] = weights(j);
+      for (int j = 0; KEEPS && j < W; j++) kept[i][j] = w[j];
       for (int r = 0; r < R; r++) {
         const F in = splat(x[r][i]);
         for (int j = 0; j < W; j++) acc[r][j] = fused(w[j], in, acc[r][j]);
@@ -273,45 +352,6 @@ __attribute__((always_inline)) inline void floats_step(F (&acc)[R][W], Section<L
   }
 }
 
-// sums += R rows times a chunk. Not inlined: GCC then keeps all sums of a group in registers.
-template <class Levels, int PARTS, int R>
-__attribute__((noinline)) void floats_tile(const LevelChunk& chunk, FloatRows in, F (*sums)[COLUMNS]) {
-  // Registers of outputs beside each of the rows.
-  constexpr int W = FloatLevels<Levels>::NIBBLES ? (R == 1 ? 8 : R == 2 ? 4 : 2) : R == 1 ? 4 : 2;
-  const long sections = PARTS > 1 ? 1 : chunk.inputs / SECTION;  // of a group, or one of several groups
-  Fetched next(chunk, COLUMNS / W * chunk.count * 4);
-  for (long at = 0; at < COLUMNS; at += W)
-    for (long first = 0; first < chunk.count; first += sections) {
-#pragma GCC unroll 2
-      for (int part = 0; part < PARTS; part++) {
-        F acc[R][W] = {};
-        for (long s = first; s < first + sections; s++) {
-          Section<Levels> section = {chunk.sections[s]};
-          const float* x[R];
-          for (int r = 0; r < R; r++) x[r] = in.x + r * in.stride + s * SECTION + part * SECTION / PARTS;
-#pragma GCC unroll 1
-          for (int step = part * 4 / PARTS; step < (part + 1) * 4 / PARTS; step++) {
-            next.share();
-            for (int r = 0; r < R; r++) x[r] = hidden(x[r]);
-            floats_step(acc, section, step, at * LANES, x);
-            for (int r = 0; r < R; r++) x[r] += STEP;
-          }
-        }
-        const long group = first / sections * PARTS + part;
-        F (*to)[COLUMNS] = hidden(sums);
-        for (int j = 0; j < W; j++) {
-          F d = load<F>(chunk.d[group] + (at + j) * LANES), m = load<F>(chunk.m[group] + (at + j) * LANES);
-          for (int r = 0; r < R; r++) {
-            F& sum = to[r][at + j];
-            sum = fused(m, splat(in.sums[r * in.of_row + group]), fused(acc[r][j], d, sum));
-          }
-        }
-      }
-    }
-}
-
-constexpr int PAIR = 2;       // registers of outputs whose levels become floats together
-constexpr int MOST_TILE = 6;  // rows beside them
 constexpr long UNPACKED = 512;  // registers of floats, half of the L1 cache
 
 struct UnpackedLevels {  // of some inputs of a chunk, for some of its outputs
@@ -320,21 +360,60 @@ struct UnpackedLevels {  // of some inputs of a chunk, for some of its outputs
   long from, at;                                // the first of both
 };
 
-// `to` has said which.
-template <class Levels> void unpack(const LevelChunk& chunk, UnpackedLevels& to) {
-  typedef FloatLevels<Levels> Floats;
-  F (*out)[PAIR] = to.values;
-  for (long at = to.at; at < to.at + to.columns; at += PAIR)
-    for (long s = to.from / SECTION; s < (to.from + to.inputs) / SECTION; s++, out += SECTION) {
-      const Section<Levels> section = {chunk.sections[s]};
-#pragma GCC unroll 4
-      for (int step = 0; step < 4; step++)
-#pragma GCC unroll 8
-        for (int i = 0; i < STEP; i++)
-          for (int j = 0; j < PAIR; j++)
-            out[step * STEP + i][j] = Floats::of(Floats::word(section, step, nibble_of(i), (at + j) * LANES),
-                                                 nibble_of(i), Floats::mask(&Floats::MASKS, nibble_of(i)));
+// sums += R rows times levels as they lie, for W registers of outputs from `at` on: of the whole chunk. `KEEPS`: of the
+// inputs that `some` tells of; as floats they are stored to `kept` for other tiles.
+template <class Levels, int PARTS, bool KEEPS, int R, int W>
+__attribute__((always_inline)) inline void floats_columns(const LevelChunk& chunk, const UnpackedLevels& some, long at,
+                                                          const FloatRows& in, Fetched& next, F (*&kept)[PAIR],
+                                                          F (*sums)[COLUMNS]) {
+  const long sections = PARTS > 1 ? 1 : chunk.inputs / SECTION;  // of a group, or one of several groups
+  const long from = KEEPS ? some.from / SECTION : 0, end = KEEPS ? from + some.inputs / SECTION : chunk.count;
+  long whole = KEEPS ? some.from / chunk.inputs : 0;  // groups before `first`, where they are not parts of sections
+  for (long first = from; first < end; first += sections, whole++) {
+#pragma GCC unroll 2
+    for (int part = 0; part < PARTS; part++) {
+      const long group = PARTS > 1 ? first * PARTS + part : whole;
+      F acc[R][W] = {};
+      for (long s = first; s < first + sections; s++) {
+        Section<Levels> section = {chunk.sections[s]};
+        const float* x[R];
+        for (int r = 0; r < R; r++) x[r] = in.x + r * in.stride + s * SECTION + part * SECTION / PARTS;
+#pragma GCC unroll 1
+        for (int step = part * 4 / PARTS; step < (part + 1) * 4 / PARTS; step++) {
+          next.share();
+          for (int r = 0; r < R; r++) x[r] = hidden(x[r]);
+          floats_step<Levels, KEEPS>(acc, section, step, at * LANES, x, kept);
+          for (int r = 0; r < R; r++) x[r] += STEP;
+          kept += KEEPS ? STEP : 0;
+        }
+      }
+      F (*to)[COLUMNS] = hidden(sums);
+      for (int j = 0; j < W; j++) {
+        F d = load<F>(chunk.d[group] + (at + j) * LANES), m = load<F>(chunk.m[group] + (at + j) * LANES);
+        for (int r = 0; r < R; r++) {
+          F& sum = to[r][at + j];
+          sum = fused(m, splat(in.sums[r * in.of_row + group]), fused(acc[r][j], d, sum));
+        }
+      }
     }
+  }
+}
+
+// Not inlined: GCC then keeps all sums of a group in registers.
+template <class Levels, int PARTS, bool KEEPS, int R>
+__attribute__((noinline)) void floats_tile(const LevelChunk& chunk, UnpackedLevels& some, FloatRows in,
+                                           Fetched& fetched, F (*sums)[COLUMNS]) {
+  // Registers of outputs beside each of the rows: fewer than 8 sums would wait for one another, more than 12 spill.
+  constexpr bool NIBBLES = FloatLevels<Levels>::NIBBLES;
+  constexpr int W = KEEPS ? PAIR : NIBBLES ? (R == 1 ? 8 : R == 2 ? 4 : R < 5 ? 3 : 2) : R == 1 ? 4 : 2;
+  F (*kept)[PAIR] = some.values;
+  Fetched next = fetched;
+  long at = KEEPS ? some.at : 0;
+  for (const long all = KEEPS ? at + some.columns : COLUMNS; at + W <= all; at += W)
+    floats_columns<Levels, PARTS, KEEPS, R, W>(chunk, some, at, in, next, kept, sums);
+  if constexpr (COLUMNS % W)
+    floats_columns<Levels, PARTS, KEEPS, R, COLUMNS % W>(chunk, some, at, in, next, kept, sums);
+  fetched = next;
 }
 
 // sums += R rows times what is unpacked
@@ -379,23 +458,35 @@ struct LevelReading {
   long (*panel_bytes)(long inputs);
   long group;
   BytesTile *bytes, *bytes_of_row;  // for rows of bytes
-  FloatsTile* floats[DIRECT_ROWS];  // for rows of bfloat16, by their number less 1
-  void (*unpack)(const LevelChunk& chunk, UnpackedLevels& to);
+  // For rows of bfloat16: tiles that read levels as they lie, by their number of rows less 1; those that also store
+  // them; how many rows these have at most; up to how many rows no tile stores levels.
+  FloatsTile *floats[MOST_TILE], *keeping[MOST_TILE];
+  int most, direct;
 };
 
 template <class Kind> constexpr LevelReading bytes_reading() {
   typedef Alike<Kind> Levels;
   constexpr bool WIDE = Kind::GROUP > SECTION;
   return {read_chunk<Kind, SHIFT<Kind>>, level_panel_bytes<Kind>, Kind::GROUP,
-          bytes_tile<Levels, PARTS<Kind>, WIDE>, bytes_of_row<Levels, PARTS<Kind>, WIDE>, {}, nullptr};
+          bytes_of_rows<Levels, PARTS<Kind>, WIDE>, bytes_of_row<Levels, PARTS<Kind>, WIDE>, {}, {}, 0, 0};
 }
 
+// Nibbles are read with hardly any registers; other levels leave room for the sums of four rows.
 template <class Kind> constexpr LevelReading floats_reading() {
-  typedef Alike<Kind> Levels;
+  typedef Alike<Kind> L;
   constexpr int P = PARTS<Kind>;
-  return {read_chunk<Kind, Kind::OFFSET>, level_panel_bytes<Kind>, Kind::GROUP, nullptr, nullptr,
-          {floats_tile<Levels, P, 1>, floats_tile<Levels, P, 2>, floats_tile<Levels, P, 3>, floats_tile<Levels, P, 4>},
-          unpack<Levels>};
+  LevelReading found = {};
+  found.read = read_chunk<Kind, Kind::OFFSET>, found.panel_bytes = level_panel_bytes<Kind>, found.group = Kind::GROUP;
+  found.floats[0] = floats_tile<L, P, false, 1>, found.floats[1] = floats_tile<L, P, false, 2>;
+  found.floats[2] = floats_tile<L, P, false, 3>, found.floats[3] = floats_tile<L, P, false, 4>;
+  found.keeping[3] = floats_tile<L, P, true, 4>;
+  found.most = 4, found.direct = 8;
+  if constexpr (FloatLevels<L>::NIBBLES) {
+    found.floats[4] = floats_tile<L, P, false, 5>, found.floats[5] = floats_tile<L, P, false, 6>;
+    found.keeping[4] = floats_tile<L, P, true, 5>, found.keeping[5] = floats_tile<L, P, true, 6>;
+    found.most = found.direct = 6;
+  }
+  return found;
 }
 
 // Rows of bytes that are multiplied with chunks.
@@ -404,7 +495,7 @@ struct BytesOfRows {
   const ByteRows all;
   long group;  // inputs of a group of bytes
 
-  void multiply(const LevelReading& kind, LevelChunk& chunk, long row, long rows, long first,
+  void multiply(const LevelReading& kind, const LevelChunk& chunk, long row, long rows, long first,
                 F (*sums)[COLUMNS]) const {
     const int32_t* x = all.x + row * all.stride + first * SECTION / 4;
     const ByteGroup* groups = all.groups + row * all.of_row + first * SECTION / group;
@@ -417,38 +508,39 @@ struct FloatsOfRows {
   static constexpr long BLOCK = 128;
   const FloatRows all;
 
-  void multiply(const LevelReading& kind, LevelChunk& chunk, long row, long rows, long first,
+  void multiply(const LevelReading& kind, const LevelChunk& chunk, long row, long rows, long first,
                 F (*sums)[COLUMNS]) const {
     FloatRows in = all.from(row);
     in.x += first * SECTION, in.sums += first * SECTION / kind.group;
-    if (rows <= 2 * DIRECT_ROWS) read_as_they_lie(kind, chunk, rows, in, sums);
-    else read_unpacked(kind, chunk, rows, in, sums);
-  }
-
- private:
-  static void read_as_they_lie(const LevelReading& kind, LevelChunk& chunk, long rows, FloatRows in,
-                               F (*sums)[COLUMNS]) {
-    for (long tiles = (rows + DIRECT_ROWS - 1) / DIRECT_ROWS, some; tiles; tiles--) {
-      some = (rows + tiles - 1) / tiles;
-      kind.floats[some - 1](chunk, in, sums);
-      rows -= some, in = in.from(some), sums += some, chunk.next = nullptr;
+    UnpackedLevels levels;
+    Fetched next(chunk, (rows < 3 ? rows : 3) * chunk.count * 4);  // at least so many steps are taken
+    if (rows <= kind.direct) {
+      for (long tiles = (rows + kind.most - 1) / kind.most, some; tiles; tiles--) {
+        some = (rows + tiles - 1) / tiles;
+        kind.floats[some - 1](chunk, levels, in, next, sums);
+        rows -= some, in = in.from(some), sums += some;
+      }
+    } else {
+      read_once(kind, chunk, rows, in, next, levels, sums);
     }
   }
 
-  static void read_unpacked(const LevelReading& kind, const LevelChunk& chunk, long rows, const FloatRows& in,
-                            F (*sums)[COLUMNS]) {
-    UnpackedLevels levels;
+ private:
+  // The first tile has four rows at least: there are more than `direct`.
+  static void read_once(const LevelReading& kind, const LevelChunk& chunk, long rows, const FloatRows& in,
+                        Fetched& next, UnpackedLevels& levels, F (*sums)[COLUMNS]) {
     const long whole = chunk.inputs < 64 ? 64 : chunk.inputs, all = chunk.count * SECTION;  // groups are whole
+    const long tiles = (rows + MOST_TILE - 1) / MOST_TILE, even = (rows + tiles - 1) / tiles;
+    const long first = even < kind.most ? even : kind.most;
+    levels.columns = UNPACKED / whole;
     for (levels.from = 0; levels.from < all; levels.from += whole) {
       levels.inputs = all - levels.from < whole ? all - levels.from : whole;
-      levels.columns = UNPACKED / whole;
       for (levels.at = 0; levels.at < COLUMNS; levels.at += levels.columns) {
-        kind.unpack(chunk, levels);
-        long left = rows, from = 0;
-        for (long tiles = (rows + MOST_TILE - 1) / MOST_TILE, some; tiles; tiles--) {
-          some = (left + tiles - 1) / tiles;
+        kind.keeping[first - 1](chunk, levels, in, next, sums);
+        long left = rows - first, from = first;
+        for (long more = (left + MOST_TILE - 1) / MOST_TILE, some; more; more--, left -= some, from += some) {
+          some = (left + more - 1) / more;
           unpacked_tile_of(some, chunk, levels, in.from(from), sums + from);
-          left -= some, from += some;
         }
       }
     }
