@@ -358,6 +358,7 @@ struct UnpackedLevels {  // of some inputs of a chunk, for some of its outputs
   alignas(64) F values[UNPACKED / PAIR][PAIR];  // [pairs][inputs][PAIR]
   long inputs, columns;                         // of all, and registers of outputs
   long from, at;                                // the first of both
+  bool many;                                    // rows: more than the L2 cache holds of their inputs
 };
 
 // sums += R rows times levels as they lie, for W registers of outputs from `at` on: of the whole chunk. `KEEPS`: of the
@@ -416,14 +417,20 @@ __attribute__((noinline)) void floats_tile(const LevelChunk& chunk, UnpackedLeve
   fetched = next;
 }
 
-// sums += R rows times what is unpacked
+// sums += R rows times what is unpacked. Of many rows, those after them are fetched, whose inputs lie too far apart for
+// the hardware to foresee: every pass over outputs takes its share of their lines.
 template <int R>
 __attribute__((noinline)) void unpacked_tile(const LevelChunk& chunk, const UnpackedLevels& levels, FloatRows in,
                                              F (*sums)[COLUMNS]) {
   const F (*weights)[PAIR] = levels.values;
+  const long share = levels.inputs * PAIR / levels.columns;
+  const float* ahead = in.x + R * in.stride + levels.from;
   const long first = levels.from / chunk.inputs, end = (levels.from + levels.inputs) / chunk.inputs;
   for (long at = levels.at; at < levels.at + levels.columns; at += PAIR) {
     const float* x = in.x + levels.from;
+    for (int r = 0; levels.many && r < R; r++)
+      for (long i = 0; i < share; i += 16) __builtin_prefetch(ahead + r * in.stride + i);
+    ahead += share;
     for (long group = first; group < end; group++, x += chunk.inputs) {
       F acc[R][PAIR] = {};
       for (long k = 0; k < chunk.inputs; k += 2, weights += 2)
@@ -532,7 +539,7 @@ struct FloatsOfRows {
     const long whole = chunk.inputs < 64 ? 64 : chunk.inputs, all = chunk.count * SECTION;  // groups are whole
     const long tiles = (rows + MOST_TILE - 1) / MOST_TILE, even = (rows + tiles - 1) / tiles;
     const long first = even < kind.most ? even : kind.most;
-    levels.columns = UNPACKED / whole;
+    levels.columns = UNPACKED / whole, levels.many = rows == BLOCK;
     for (levels.from = 0; levels.from < all; levels.from += whole) {
       levels.inputs = all - levels.from < whole ? all - levels.from : whole;
       for (levels.at = 0; levels.at < COLUMNS; levels.at += levels.columns) {
