@@ -95,7 +95,9 @@ def test_make_serve_installs_what_the_pages_need() -> None:
 
 def extras() -> list[str]:
     """The extras that `make serve` installs."""
-    found = re.search(r"\$\(VENV\)/\.serve:.*\n\t\$\(call install,(\S+),serve,PHASEWISE_BUILD=best\)", (ROOT / "Makefile").read_text())
+    found = re.search(
+        r"\$\(VENV\)/\.serve:.*\n\t\$\(call install,(\S+),serve,PHASEWISE_BUILD=best\)", (ROOT / "Makefile").read_text()
+    )
     assert found
     return found[1].replace("$(comma)", ",").split(",")
 
