@@ -403,3 +403,8 @@ def test_random_load_over_a_bad_link_to_mortal_workers(
     survive(placed, load, deaths, clock)
     assert placed.counters.workers_lost == len(deaths)
     finish(placed, [], clock.tick)
+
+
+def test_a_block_that_the_prompt_leaves_incomplete_is_no_prompt_where_it_goes_on() -> None:
+    """The first step there fills it; the load counts the request as one that generates."""
+    same_as_colocated({"decode": "block_diffusion"}, MIXED)

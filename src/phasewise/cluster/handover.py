@@ -98,7 +98,7 @@ class Handover:
             for parcel in parcels:
                 self.router.launcher.transfer_buffer.drop(parcel)
         flight.transfer.to(State.RELEASED)
-        flight.handle, flight.transfer = handle, None
+        flight.handle, flight.transfer, flight.moved = handle, None, True
         trace = flight.caller.trace
         trace.owned, trace.by["owned"] = self.router.clock(), handle.name
 

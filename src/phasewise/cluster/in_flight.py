@@ -115,6 +115,7 @@ class InFlight:
     held: bool = False
     transfer: HandoffTransfer | None = None
     settled: bool = False  # nothing has to be done for it where it is
+    moved: bool = False  # its prompt was computed elsewhere, but perhaps for an incomplete block of a diffusion model
     prefills: tuple[WorkerHandle, int] | None = None  # the load it counts as: where its prompt is computed, tokens ...
     decodes: tuple[WorkerHandle, int] | None = None  # ... and where it generates, or will
 
@@ -161,7 +162,7 @@ class InFlight:
     @property
     def computing(self) -> bool:
         """Its prompt is not done."""
-        return self.caller.prefilling and (self.transfer is None or self.transfer.offer is None)
+        return self.caller.prefilling and not self.moved and (self.transfer is None or self.transfer.offer is None)
 
     @property
     def homeless(self) -> bool:

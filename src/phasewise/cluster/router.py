@@ -318,7 +318,7 @@ class Router:
         log.warning("request %s starts again from its %d tokens: %s", flight.caller.id, flight.caller.known, why)
         self._stop(flight)
         flight.unload()
-        flight.settled = False
+        flight.settled = flight.moved = False
         flight.attempt = next(self._attempts)
         if not flight.caller.n_out:
             flight.caller.computed = 0
