@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Annotated
 
 import typer
@@ -63,8 +63,7 @@ def program(words: Sequence[str] = ()) -> typer.Typer:
     )
     app.callback()(_phasewise)
     for name in [words[0]] if words and words[0] in COMMANDS else COMMANDS:
-        module, _, attribute = COMMANDS[name].partition(":")
-        found = getattr(import_module(f"phasewise.cli.{module}"), attribute)
+        found = resolve_name(f"phasewise.cli.{COMMANDS[name]}")
         if isinstance(found, typer.Typer):
             app.add_typer(found, name=name)
         else:

@@ -194,8 +194,12 @@ class LayeredHeads(FeatureHeads):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.row_width = config.hidden
-        self.layers = nn.ModuleList(NormedBlock(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(self.made(config) for _ in range(config.layers))
         self.norm = BlockNorm(config.hidden, config.eps)
+
+    def made(self, config: ModelConfig) -> nn.Module:
+        """One of its layers."""
+        return NormedBlock(config)
 
     def inputs(self, embedded: Tensor, feature: Tensor) -> Tensor:
         return feature

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from phasewise.model.config import ModelConfig
-from phasewise.speculation.heads.block import AttendRows, BlockAttention, BlockNorm, FeatureHeads
+from phasewise.speculation.heads.block import AttendRows, BlockAttention, BlockNorm, LayeredHeads
 
 
 class AdapterLayer(nn.Module):
@@ -24,7 +24,7 @@ class AdapterLayer(nn.Module):
         return out
 
 
-class ExitAdapter(FeatureHeads):
+class ExitAdapter(LayeredHeads):
     """One adapter layer behind the model's first `exit` layers, then a norm and the model's output head. Row p is made
     of the token at p, and foretells the token at p + 1."""
 
@@ -32,22 +32,12 @@ class ExitAdapter(FeatureHeads):
 
     def __init__(self, config: ModelConfig, exit: int) -> None:
         super().__init__(config)
-        self.taps, self.row_width = (exit,), config.hidden
-        self.layers = nn.ModuleList([AdapterLayer(config)])
-        self.norm = BlockNorm(config.hidden, config.eps)
+        self.taps = (exit,)
+
+    def made(self, config: ModelConfig) -> nn.Module:
+        return AdapterLayer(config)
 
     @property
     def exit(self) -> int:
         """The number of the model's layers that make its rows."""
         return self.taps[0]
-
-    def inputs(self, embedded: Tensor, feature: Tensor) -> Tensor:
-        return feature
-
-    def layer(self, i: int, x: Tensor, attend: AttendRows) -> Tensor:
-        out: Tensor = self.layers[i](x, attend)
-        return out
-
-    def final(self, output: Tensor) -> Tensor:
-        normed: Tensor = self.norm(output)
-        return normed

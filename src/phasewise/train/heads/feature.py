@@ -34,7 +34,7 @@ class FeatureKind:
     as wide, so that those for a small model are small."""
 
     kind: str
-    every: int = 1
+    every: int = 1  # one position of so many is learned in a step
 
     @property
     def own_output(self) -> bool:
@@ -52,7 +52,7 @@ class FeatureKind:
         return made.to(target.output.device)
 
     def begin(self, module: FeatureHeads, target: FrozenTarget, texts: TokenBlock) -> None:
-        """None does."""
+        """Does nothing: no initial weight hangs on the text."""
 
     def vocabulary(self, module: FeatureHeads) -> Tensor | None:
         return None if module.d2t is None else module.draft_ids()

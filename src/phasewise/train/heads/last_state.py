@@ -28,7 +28,7 @@ class LastStateKind:
         return ()
 
     def begin(self, module: LastStateHeads, target: FrozenTarget, texts: TokenBlock) -> None:
-        """None does."""
+        """Does nothing: no initial weight hangs on the text."""
 
     def vocabulary(self, module: LastStateHeads) -> Tensor | None:
         return None
