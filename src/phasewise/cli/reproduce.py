@@ -32,17 +32,18 @@ DOCUMENT = Path("docs/results/reproduced.md")
 class ReproduceOutput:
     """Where the results go."""
 
-    out: Annotated[Path, typer.Option(help="File that --all writes.")] = DOCUMENT
-    write: Annotated[
+    out: Annotated[
         Path | None,
-        typer.Option(help="Replace the sections of the named systems in this page, which --all has written."),
+        typer.Option(
+            help=f"Page to write: all that is known of any system by then. With --all: {DOCUMENT} unless said.",
+            show_default=False,
+        ),
     ] = None
     json: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Results as JSON; what it holds of other systems stays. With --all: what is kept (default: beside the "
-            "page).",
+            help="Results as JSON; what it holds of other systems stays. With a page: beside it unless said.",
         ),
     ] = None
     anew: Annotated[
@@ -50,9 +51,14 @@ class ReproduceOutput:
         typer.Option("--anew", help="With --all: measure everything, whatever an earlier run has found."),
     ] = False
 
+    def page(self, all_: bool) -> Path | None:
+        """The page to write, if any."""
+        return self.out or (DOCUMENT if all_ else None)
+
     def file(self, all_: bool) -> Path | None:
         """Where results are written, and read before."""
-        return self.json or (self.out.with_suffix(".json") if all_ else None)
+        page = self.page(all_)
+        return self.json or (page and page.with_suffix(".json"))
 
     def kept(self, all_: bool) -> KeptFindings:
         """What was found before. Raises UserError for a file that is none of these."""
@@ -117,7 +123,7 @@ def reproduce(
 
       phasewise reproduce
       phasewise reproduce snapkv --no-time
-      phasewise reproduce quest tidal --write docs/results/reproduced.md
+      phasewise reproduce quest tidal --out docs/results/reproduced.md
       phasewise reproduce --all --no-time --jobs 2 && phasewise reproduce --all
       phasewise reproduce --all --anew --json reproduced.json
     """
@@ -128,7 +134,7 @@ def reproduce(
         _list()
         return
     _check(names or [], all_, output, effort)
-    scale, before, file = effort.scale(), output.kept(all_), output.file(all_)
+    scale, before, file, page = effort.scale(), output.kept(all_), output.file(all_), output.page(all_)
     kept, conditions = before.reports, _conditions(scale)
     reports: list[Report] = []
     wanted, answers = names or index.names(), before.baselines.get(conditions, {})
@@ -138,10 +144,10 @@ def reproduce(
         if file is not None:
             found = {report.name: report for report in reports}
             _save(file, KeptFindings(kept | found, before.baselines | {conditions: answers}))
-        if all_:  # after each of them: it takes long
-            _tell_all(output.out, reports, wanted, kept, scale, effort.jobs)
-        if output.write is not None:
-            _put(output.write, reports, kept, scale)
+        if page is not None:  # after each of them: it takes long
+            _write(page, reports, kept, scale)
+        if all_:
+            _say_progress(reports, wanted, kept, scale, effort.jobs)
     reports.sort(key=lambda report: wanted.index(report.name))
     sections = [overview(reports)] if all_ else [*(report.markdown() for report in reports)]
     print("\n\n".join(sections))
@@ -155,19 +161,18 @@ def _list() -> None:
     show.table(["name", "system", "paper"], [[each, s.title, str(s.paper)] for each, s in systems])
 
 
-def _tell_all(
-    out: Path, reports: list[Report], wanted: list[str], kept: dict[str, Report], scale: Scale, jobs: int
+def _say_progress(
+    reports: list[Report], wanted: list[str], kept: dict[str, Report], scale: Scale, jobs: int
 ) -> None:  # fmt: skip
-    """Write the page as far as it goes, and say how long is left."""
+    """Say how long is left."""
     done = {report.name for report in reports}
     if left := [name for name in wanted if name not in done]:
         say(progress(reports, left, kept, scale, jobs))
-    _write(out, reports, kept, scale)
 
 
 def _check(names: list[str], all_: bool, output: ReproduceOutput, effort: ReproduceEffort) -> None:
     """Raise UserError for what can be seen before anything is done."""
-    from phasewise.reproduce import index, page
+    from phasewise.reproduce import index
 
     if names and all_:
         raise UserError(f"--all tries every system: leave {' '.join(names)!r} out, or leave --all out")
@@ -177,10 +182,6 @@ def _check(names: list[str], all_: bool, output: ReproduceOutput, effort: Reprod
         raise UserError(f"jobs={effort.jobs} would take times while others run: add --no-time, and take times after")
     if output.anew and not all_:
         raise UserError("--anew measures every system again: it goes with --all")
-    if output.write is not None and all_:
-        raise UserError("--write puts some systems into a page, and --all writes one: leave one of them out")
-    if output.write is not None:
-        page.put(_read(output.write), [], "")
 
 
 Answers = dict[str, list[float]]
@@ -325,18 +326,7 @@ def _write(out: Path, reports: list[Report], kept: dict[str, Report], scale: Sca
     told = [everything[name] for name in index.names() if name in everything]
     older = [report.name for report in told if _older(report)]
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(document(told, _command("--all", scale), older, index.titles()), encoding="utf-8")
-
-
-def _put(path: Path, reports: list[Report], kept: dict[str, Report], scale: Scale) -> None:
-    """The last report into the page; what is kept of others tells which of them are of older methods by now."""
-    from phasewise.reproduce import index
-    from phasewise.reproduce.page import put
-
-    last = reports[-1]
-    older = [each.title for each in (kept | {report.name: report for report in reports}).values() if _older(each)]
-    page = put(_read(path), [last], _command(last.name, scale), index.titles(), older)
-    path.write_text(page, encoding="utf-8")
+    out.write_text(document(told, _command(scale), older, index.titles()), encoding="utf-8")
 
 
 def _older(report: Report) -> bool:
@@ -346,16 +336,9 @@ def _older(report: Report) -> bool:
     return report.name not in index.names() or report.digest != index.digest(report.name)
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise UserError(f"write={path} cannot be read: {error}. `phasewise reproduce --all` writes it") from error
-
-
-def _command(what: str, scale: Scale) -> str:
-    """What to type for this much of it."""
-    words = [f"phasewise reproduce {what}"]
+def _command(scale: Scale) -> str:
+    """What to type for this much of everything."""
+    words = ["phasewise reproduce --all"]
     words += [f"--examples {scale.examples}"] * (scale.examples is not None)
     words += [f"--rounds {scale.rounds}"] * (scale.rounds != 5 and not scale.quick)
     words += [f"--seed {scale.seed}"] * bool(scale.seed) + ["--no-time"] * (not scale.time) + ["--quick"] * scale.quick

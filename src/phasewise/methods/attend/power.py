@@ -9,7 +9,7 @@ answers run. The cache stays whole: an old block is seen again whenever its dist
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -32,6 +32,7 @@ RANK = 16  # of the low-rank weights of every linear layer
 class Power(Method):
     """Positions count in blocks of `block`. A row in block i sees block j, up to its own place, if j is one of the
     first `sinks`, or i - j is below `window` (its own block and those before it) or a power of two; so in prompts too.
+    With `far=none` it sees no powers of two, but sinks and window alone: the static mask that the paper compares with.
 
     Rows that an evict method shows at another place, as streaming does with its sinks, are read in any case. `weights`:
     `auto` (trained for this model and these knobs; beside the model, or shipped), a file, `random:SEED` (to test with),
@@ -43,6 +44,7 @@ class Power(Method):
     block: int = 32
     window: int = 4
     sinks: int = 1
+    far: Literal["powers", "none"] = "powers"
     weights: str = "auto"
 
     paper: ClassVar[str] = "arXiv 2503.03588"
@@ -62,7 +64,7 @@ class Power(Method):
     def clear(self) -> int:
         """How many rows from the first on see all before them."""
         distance = self.window  # the nearest that is hidden: then the block there is none of the first
-        while distance & (distance - 1) == 0:
+        while self.far == "powers" and distance & (distance - 1) == 0:
             distance += 1
         return (distance + self.sinks) * self.block
 
@@ -70,11 +72,12 @@ class Power(Method):
         """Whether the position `at` sees that of `rows`, which is not behind it; bool, broadcast."""
         block = rows // self.block
         distance = at // self.block - block
-        return (block < self.sinks) | (distance < self.window) | (distance & (distance - 1) == 0)
+        near = (block < self.sinks) | (distance < self.window)
+        return near | (distance & (distance - 1) == 0) if self.far == "powers" else near
 
     def blocks(self, own: int) -> list[int]:
         """The blocks that a row in block `own` sees, increasing."""
-        far = {own - (1 << power) for power in range(own.bit_length())}
+        far = {own - (1 << power) for power in range(own.bit_length())} if self.far == "powers" else set[int]()
         return sorted(far | {*range(min(self.sinks, own + 1)), *range(max(0, own - self.window + 1), own + 1)})
 
     def acts(self, config: ModelConfig) -> bool:
@@ -83,7 +86,9 @@ class Power(Method):
 
     def artefact(self, config: ModelConfig) -> Artefact:
         """Low-rank weights of all layers."""
-        knobs = {"block": self.block, "window": self.window, "sinks": self.sinks}
+        knobs: dict[str, int | str] = {"block": self.block, "window": self.window, "sinks": self.sinks}
+        if self.far != "powers":  # files of the usual mask do not name it
+            knobs["far"] = self.far
         tensors = shapes(config, range(config.layers), RANK)
         return Artefact("attend.power", tensors, knobs, "say weights=none for the mask without the training")
 

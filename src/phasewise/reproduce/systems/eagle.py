@@ -94,6 +94,6 @@ SYSTEM = System(
         Timing("time per token at T=1, the model padded to sixteen times the weights", 1.0, loads.pace,
                load=sampled.few(1.0), model="pocket-wide"),
     ),
-    note="One block with one key head and an MLP half as wide as the model, and 768 of the model's 4,096 tokens to "
+    note="One block with one key head and an MLP half as wide as the model, and 2,048 of its 4,096 tokens to "
     "guess among. A tree of 15 guesses, 4 in a row: rows cost time on a CPU.",
 )  # fmt: skip

@@ -30,6 +30,7 @@ NEW = 40
 METHOD = Power()
 ON, BARE = Setting({"attend": "power"}), Setting({"attend": "power:weights=none"})
 LONG = Quality(("code",), allowed=0.0, examples=48, window=2000, given=1872)
+WINDOW = Setting({"attend": "power:far=none,window=8"})  # as many blocks as the mask has at the end of a context
 DRAWN = Setting({"attend": "power:weights=random:0"})  # for the clock, which does not care what was learned
 
 
@@ -89,7 +90,6 @@ SYSTEM = System(
     line="a static mask of O(log n) blocks: better than other masks, 3.0 times as fast at 128K",
     promises=("answers", "cost", "time"),
     load=loads.lone(768, NEW),
-    missing=("other static masks, trained as long",),
     counters=(
         Counter("KV bytes read while decoding",
                 "rows of the first, the last and the power-of-two blocks before each token's, in every layer",
@@ -99,7 +99,7 @@ SYSTEM = System(
                 lambda case: (loads.prompt_rows(case) + NEW - 2) * case.row_bytes),
     ),
     arithmetic=(KnobRatio("KV bytes read while decoding", read),),
-    quality=long_texts(always(ON), always(BARE), stranger=False),
+    quality=long_texts(always(ON), always(BARE), rivals={"a window, trained as long": always(WINDOW)}, stranger=False),
     attempts=(
         Attempt("control", f"likelihood of code after {LONG.given:,} tokens of it, less that without the training",
                 "all of it above 0", trained, "answers", "pocket"),
