@@ -219,7 +219,8 @@ def test_real_rows_run_every_layer_once_and_pseudo_rows_the_later_ones(
 ) -> None:
     """Each pass is one of the first layers and one of the others. A row has as many pseudo rows as there are maps, but
     for tokens that the next draft could not reach any more."""
-    ran, placed = layers_run(monkeypatch), engine(transfer(knobs))
+    verbs = transfer(knobs)
+    ran, placed = layers_run(monkeypatch), engine(verbs)
     watch = Watch(placed)
     (request,) = tiny.run(placed, PROMPTS[1:2], tiny.greedy(N))
     c, prompt = placed.counters, len(PROMPTS[1])
@@ -398,6 +399,11 @@ def test_methods_that_choose_among_rows_or_layers_are_refused(verbs: dict[str, s
 def test_files_that_do_not_fit_are_named(change: dict[str, Any], why: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=why):
         engine(transfer(source=tiny_maps(tmp_path, **change)))
+
+
+def test_a_model_of_one_layer_is_refused() -> None:
+    with pytest.raises(UserError, match="has 1 layer; maps stand between two"):
+        engine(transfer(source="random:0"), of=tiny.model(layers=1))
 
 
 def test_heads_of_another_kind_are_named(tmp_path: Path) -> None:

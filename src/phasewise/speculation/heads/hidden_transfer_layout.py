@@ -21,7 +21,9 @@ LAYER = "transfer_layer"
 def transfer_maps(model: Model, heads: str) -> tuple[TransferMaps, list[list[float]]]:
     """The maps for a model, float32, and how often each rank of each map's guess is right where the guesses before it
     were. `heads`: auto, a folder, or random:SEED. Raises UserError naming what does not fit, or Untrained."""
-    seed = seed_of(heads)
+    seed, layers = seed_of(heads), model.config.layers
+    if layers < 2:
+        raise UserError(f"{KIND}: the model in {model.files.path} has {layers} layer; maps stand between two")
     if seed is not None:
         made = usual_maps(model)
         random_weights(made, seed)
@@ -31,7 +33,7 @@ def transfer_maps(model: Model, heads: str) -> tuple[TransferMaps, list[list[flo
     if said != KIND:
         raise UserError(f"{stored.path} holds heads of kind {said!r}, and --draft {KIND} reads {KIND!r}")
     check(stored, model, KIND)
-    maps, layer, layers = stored.number("num_maps"), stored.number(LAYER), model.config.layers
+    maps, layer = stored.number("num_maps"), stored.number(LAYER)
     if not maps:
         raise UserError(f"{stored.path / CONFIG}: num_maps=0: there must be at least one map")
     if not 0 < layer < layers:
