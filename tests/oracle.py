@@ -76,10 +76,16 @@ def _experts(x: Tensor, w: dict[str, Tensor], at: str, config: dict[str, Any]) -
 @torch.inference_mode()
 def states(path: str | Path, tokens: Sequence[int]) -> list[Tensor]:
     """The residual stream, float32 [len(tokens), hidden]: as it enters each layer, and as it leaves the last."""
+    return onward(path, _read(Path(path))[1]["model.embed_tokens.weight"][list(tokens)], 0)
+
+
+@torch.inference_mode()
+def onward(path: str | Path, x: Tensor, first: int) -> list[Tensor]:
+    """The same for rows x [n, hidden] at positions 0, 1, 2 ... that enter layer `first`: there, and after each layer
+    from it on."""
     config, w = _read(Path(path))
-    x, eps = w["model.embed_tokens.weight"][list(tokens)], config["rms_norm_eps"]
-    found = [x]
-    for i in range(config["num_hidden_layers"]):
+    found, eps = [x], config["rms_norm_eps"]
+    for i in range(first, config["num_hidden_layers"]):
         at = f"model.layers.{i}."
         x = x + _attention(_norm(x, w[at + "input_layernorm.weight"], eps), w, at + "self_attn.", config)
         h = _norm(x, w[at + "post_attention_layernorm.weight"], eps)

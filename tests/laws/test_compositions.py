@@ -142,6 +142,9 @@ EXPECTED = {  # by pair of choices, a part of the reason
     ("draft.kangaroo", "evict.h2o"): "ranks rows by what all layers have seen",
     ("draft.kangaroo", "store.zipcache"): "ranks rows by what all layers have seen",
     ("draft.kangaroo", "skip.unified"): "decides which layers run",
+    ("draft.hidden_transfer", "attend.quest"): "one by one, and attend quest chooses what rows read",
+    ("draft.hidden_transfer", "evict.h2o"): "ranks rows by what all layers have seen",
+    ("draft.hidden_transfer", "store.zipcache"): "ranks rows by what all layers have seen",
 }
 TOGETHER = [  # what a rule might wrongly forbid
     ("attend.tidal", "evict.snapkv"), ("store.kivi", "skip.unified"), ("store.int8", "attend.quest"),
@@ -150,6 +153,7 @@ TOGETHER = [  # what a rule might wrongly forbid
     ("skip.lazyllm", "decode.contrastive"), ("attend.infllm", "evict.longgen"), ("decode.augment", "store.kivi"),
     ("store.cachegen", "attend.quest"), ("attend.token_select", "decode.block_diffusion"),
     ("draft.kangaroo", "evict.snapkv"), ("draft.kangaroo", "attend.hydragen"), ("draft.kangaroo", "store.kivi"),
+    ("draft.hidden_transfer", "evict.snapkv"), ("draft.hidden_transfer", "store.kivi"),
 ]  # fmt: skip
 
 

@@ -81,6 +81,7 @@ def speculating(draft: str, verify: str, schedule: str = "prefill_first", **limi
 LOSSY = [verify for verify in VERIFIERS if VERIFIERS[verify]().traits.matches == "none"]
 REFUSING = {  # drafters that refuse lossy verifiers, and why
     "swift": "learns from all requests",
+    "hidden_transfer": "begins to compute its guesses",
     "kangaroo": "begins to compute its guesses",
 }
 REFUSED = {(draft, verify): why for draft, why in REFUSING.items() for verify in LOSSY}

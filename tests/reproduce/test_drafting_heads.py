@@ -19,6 +19,7 @@ from phasewise.options import parse
 from phasewise.reproduce.drafting_heads import OthersPath, RankShape
 from phasewise.reproduce.wide_heads import widen_heads
 from phasewise.speculation.heads import folder
+from phasewise.speculation.heads.hidden_transfer_layout import transfer_maps
 from phasewise.speculation.heads.hydra import HydraHeads, HydraShape
 from phasewise.speculation.heads.last_state import RankPath, random_weights
 from phasewise.speculation.heads.layouts import feature_heads
@@ -82,6 +83,24 @@ def test_blocks_are_widened_with_all_they_read(kind: str, tmp_path: Path) -> Non
         heads, _ = feature_heads(its.model, (kind,), str(tmp_path / at))
         heads.steps = 3
         said.append(torch.cat([*KINDS[kind].guesses(heads, its, its.see(block, KINDS[kind].taps(heads)))]))
+    torch.testing.assert_close(said[1], said[0], atol=2e-3, rtol=1e-3)
+    assert float(said[0].detach().std()) > 0.3
+
+
+def test_maps_between_layers_are_widened_as_rows_are_repeated(tmp_path: Path) -> None:
+    """Random maps over the tiny model and its widened twin: pseudo rows say the same."""
+    widen(files_of(str(tiny.checkpoint())), tmp_path / "model", 4)
+    kind, target = KINDS["hidden_transfer"], FrozenTarget(str(tiny.checkpoint()))
+    wide = FrozenTarget(str(tmp_path / "model"))
+    made = kind.build(target, 2)
+    random_weights(made, 1)
+    folder.write(tmp_path / "heads", kind.config(made, target), kind.tensors(made))
+    widen_heads(tmp_path / "heads", tmp_path / "wide", wide.fingerprint, 4)
+    block = pad_rows([[(tiny.prompts(9)[0], False), (tiny.prompts(12)[0], True)]], 0)
+    said = []
+    for its, at in ((target, "heads"), (wide, "wide")):
+        maps, _ = transfer_maps(its.model, str(tmp_path / at))
+        said.append(torch.cat([*kind.guesses(maps, its, its.see(block, kind.taps(maps)))]))
     torch.testing.assert_close(said[1], said[0], atol=2e-3, rtol=1e-3)
     assert float(said[0].detach().std()) > 0.3
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from phasewise.load import files_of
 from phasewise.model.fingerprint import fingerprint
 from phasewise.model.parse import parse_config
 from phasewise.speculation.heads import folder, layouts
+from phasewise.speculation.heads.hidden_transfer import TransferMaps
 from phasewise.speculation.heads.layers import LAYER
 from phasewise.train.heads.kinds import KINDS
 
@@ -62,10 +64,16 @@ def widen_heads(source: Path, target: Path, base: str, factor: int) -> None:
             config["target_hidden_size"] *= factor
         tensors = {name: _of_block(name, tensor, BLOCKS[kind], factor) for name, tensor in stored.tensors.items()}
     else:
-        width = config["hidden_size"]
+        width, between = config["hidden_size"], kind == TransferMaps.kind
         config["hidden_size"] = width * factor
-        tensors = {name: _of_state(tensor, width, factor) for name, tensor in stored.tensors.items()}
+        widened = _of_layer if between else partial(_of_state, width=width)
+        tensors = {name: widened(tensor, factor=factor) for name, tensor in stored.tensors.items()}
     folder.write(target, config, tensors)
+
+
+def _of_layer(tensor: Tensor, factor: int) -> Tensor:
+    """A map from rows between layers, which the model repeats, to such rows: it reads them once, and repeats."""
+    return _padded(tensor, 1, 1, factor).repeat(factor, 1)
 
 
 def _of_state(tensor: Tensor, width: int, factor: int) -> Tensor:

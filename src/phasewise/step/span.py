@@ -30,7 +30,8 @@ class Span:
     `layers` is a half-open range when only part of the depth runs now, which the schedule decides; then `hidden`
     [rows, d] and `taps` {layer: [rows, d]} carry the state from step to step, and the span object stays the same. A
     method whose rows the layers below have run before gives the rest, up to the last layer, with `hidden`, the rows
-    that enter it; those layers hold them in the KV, uncommitted. It may give `hidden` instead of embedded tokens where
+    that enter it; those layers hold them in the KV, uncommitted. Rows behind these may begin with that layer, if none
+    of them is kept. It may give `hidden` instead of embedded tokens where
     the whole depth runs; `given` [rows, d] enters the first layer in their place whatever runs when. `beyond`: so many
     rows up to its last stand for no token, so that positions run ahead of tokens.
     `sure`: the last of its tokens, where they are not the request's yet and will be whatever the model says

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
+from phasewise.errors import UserError
 from phasewise.step.phase import Hidden
 from phasewise.step.span import Span, depths
 from phasewise.verbs.decode import Outcome
@@ -202,10 +203,15 @@ class Drafter(ABC):
 
 class HoldingDrafter(Drafter):
     """A drafter made of others. What only one can answer is the first one's answer, all are told what anyone is told,
-    and bounds are those of all of them."""
+    and bounds are those of all of them. Raises UserError for a later one that begins the guesses' own rows."""
 
     def __init__(self, *parts: Drafter) -> None:
         self.parts, first = parts, parts[0]
+        for other in parts[1:]:
+            if other.first_layers is not None:
+                name = type(other).__module__.rpartition(".")[2]
+                raise UserError(f"{name} begins to compute its guesses, which of several drafters only the first can: "
+                                "name it first, or leave it out")  # fmt: skip
         self.companion, self.drawer, self.token_rows = first.companion, first.drawer, first.token_rows
         self.first_layers = first.first_layers
 

@@ -123,7 +123,7 @@ def filled(module: LastStateHeads, stored: StoredHeads) -> None:
     module.load_state_dict(tensors)
 
 
-def random_weights(module: LastStateHeads, seed: int) -> None:
+def random_weights(module: nn.Module, seed: int) -> None:
     """Normal values of variance 1 / columns: nothing learned, but every part at work."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in module.parameters():
@@ -159,16 +159,21 @@ def expected_tokens(accuracy: Sequence[Sequence[float]], tree: Sequence[RankPath
 
 
 def tree_of(stored: StoredHeads, depth: int, nodes: int) -> tuple[RankPath, ...]:
-    """The tree of stored heads, cut to its `nodes` likeliest paths. It is made of measured accuracies, where there are
-    some. Raises UserError for accuracies that do not belong to so many heads."""
+    """The tree of stored heads, cut to its `nodes` likeliest paths. Raises what `accuracy_of` does."""
+    return rank_tree(accuracy_of(stored, depth), nodes)
+
+
+def accuracy_of(stored: StoredHeads, depth: int) -> Sequence[Sequence[float]]:
+    """How often each rank of each of stored heads was right, as `rank_tree` takes it: as measured, where that was done.
+    Raises UserError for accuracies that do not belong to so many heads."""
     measured = stored.own.get("accuracy")
     if measured is None:
-        return rank_tree([UNMEASURED] * depth, nodes)
+        return [UNMEASURED] * depth
     rows = measured if isinstance(measured, list) else []
     numbers = all(isinstance(row, list) and row and all(isinstance(x, float | int) for x in row) for row in rows)
     if len(rows) != depth or not numbers:
         raise UserError(f'{stored.path / CONFIG}: "accuracy" must hold a list of numbers for each of the {depth} heads')
-    return rank_tree(rows, nodes)
+    return rows
 
 
 # ---- the drafter

@@ -34,7 +34,7 @@ SAID = "speculators_model_type"
 # kinds that a folder may hold, and the drafter that reads them
 DRAFTERS = {
     "eagle1": "eagle", "eagle3": "eagle", "peagle": "eagle", "dflash": "dflash", "medusa": "medusa", "mtp": "mtp",
-    "hydra": "hydra", "hydra_plus": "hydra", "kangaroo": "kangaroo",
+    "hydra": "hydra", "hydra_plus": "hydra", "kangaroo": "kangaroo", "hidden_transfer": "hidden_transfer",
 }  # fmt: skip
 SINGLE = ("eagle1", "kangaroo", "mtp")  # kinds of one layer
 

@@ -12,6 +12,7 @@ from phasewise.train.dense import TokenBlock
 from phasewise.train.heads.dflash import DFlashKind
 from phasewise.train.heads.exit import ExitKind
 from phasewise.train.heads.feature import FeatureKind
+from phasewise.train.heads.hidden_transfer import TransferKind
 from phasewise.train.heads.last_state import HydraKind, HydraPlusKind, MedusaKind
 from phasewise.train.heads.target import FrozenTarget, SeenBlock
 
@@ -66,6 +67,7 @@ KINDS: dict[str, HeadsKind] = {
     "dflash": DFlashKind(),
     "eagle1": FeatureKind("eagle1"),
     "eagle3": FeatureKind("eagle3"),
+    "hidden_transfer": TransferKind(),
     "hydra": HydraKind(),
     "hydra_plus": HydraPlusKind(),
     "kangaroo": ExitKind(),
