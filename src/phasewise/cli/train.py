@@ -159,7 +159,7 @@ def heads(
         str,
         typer.Argument(
             metavar="KIND",
-            help="medusa, hydra, hydra_plus, eagle1, eagle3, mtp, dflash, kangaroo. Without one: the list.",
+            help="medusa, hydra, hydra_plus, eagle1, eagle3, fspad, mtp, dflash, kangaroo. Without one: the list.",
         ),
     ] = "",
     target: Annotated[
