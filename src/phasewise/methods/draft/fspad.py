@@ -19,8 +19,8 @@ class FSPAD(FeatureTree):
 
     The tree is EAGLE-2's, as `draft.eagle` has it: every level follows up the `width` likeliest nodes with `width`
     guesses each, at most `depth` levels, and the `nodes` likeliest of all are proposed. The paper's is of 59 nodes,
-    `depth=5,width=10`. Guesses are chosen, not drawn. Left out: the authors' own checkpoints as they are, which are
-    pickled.
+    `depth=5,width=10`. Guesses are chosen, not drawn. Left out: a budget of nodes measured on the machine
+    (`paced:of=(fspad)` sizes its guesses).
     """
 
     paper: ClassVar[str] = "arXiv 2408.15562"
