@@ -2,12 +2,11 @@
 
 Position t reads the state at t with the token at t + 1. What it passes on is drawn to the state at t + 1 by a smooth L1
 loss, and its logits to what the model says after that state by a soft cross-entropy, a tenth as heavy (arXiv
-2401.15077, section 4.2). EAGLE passes on the row that its logits are made of; FSPAD has a row for each (arXiv
-2408.15562).
+2401.15077). EAGLE passes on the row that its logits are made of; FSPAD has a row for each (arXiv 2408.15562).
 
 Later guesses read what heads pass on, which they have not met in training. So noise on the states makes them used to
-some difference. States are measured by their own size, as models differ: a norm's weights are 0.2 in one and 2 in
-another, and the weights of both losses are meant for the size of the authors' models.
+some difference. Other than in the papers, states and noise are measured by the states' root mean square: where that is
+small, as pocket's 0.2, a smooth L1 loss would hardly count beside a cross-entropy.
 """
 
 from __future__ import annotations
