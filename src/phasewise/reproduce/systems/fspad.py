@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import MethodType
 
@@ -11,11 +12,12 @@ from phasewise.methods.decode.speculative import Speculative
 from phasewise.methods.draft.eagle import Eagle
 from phasewise.methods.draft.fspad import FSPAD
 from phasewise.methods.verify.match import Match
-from phasewise.reproduce import loads, sampled
 from phasewise.reproduce.aligned_heads import EAGLE
 from phasewise.reproduce.controls import Control
 from phasewise.reproduce.drafting_heads import DEPTH, LOAD, NODES, PASSES, TIMINGS, guessing, passes, verified
-from phasewise.reproduce.system import Paper, Saving, Setting, System
+from phasewise.reproduce.play import LoadEntry, PlayedRun
+from phasewise.reproduce.system import Case, Load, Paper, Saving, Setting, System
+from phasewise.reproduce.workload import PromptSource
 from phasewise.speculation.features import FeatureDrafter
 from phasewise.speculation.heads.block import FeatureHeads
 from phasewise.speculation.heads.folder import beside
@@ -24,8 +26,32 @@ from phasewise.verbs.traits import Traits
 
 WIDTH = 4
 TREE = f"depth={DEPTH},width={WIDTH},nodes={NODES}"
-TASKS = ("json", "arithmetic", "list", "copy")
-CODE, HOT = sampled.writing(0.0), sampled.writing(1.0)
+TASKS = ("json", "arithmetic", "list", "copy")  # of LOAD, in its order, as many questions of each
+HOT = 1.0
+
+
+def code(temperature: float) -> Load:
+    """Code that nobody was trained on, to go on with."""
+
+    def load(asked: PromptSource) -> list[LoadEntry]:
+        return [LoadEntry(asked.code(64), 48, temperature=temperature) for _ in range(asked.size(16, 4))]
+
+    return load
+
+
+DRAWN = code(HOT)
+
+
+def passes_on(task: str) -> Callable[[Case, PlayedRun], float]:
+    """Passes of the model per token of the answers to a task of LOAD."""
+    at = TASKS.index(task)
+
+    def cost(case: Case, run: PlayedRun) -> float:
+        each = len(run.requests) // len(TASKS)
+        counts = [request.trace.counts for request in run.requests[at * each : (at + 1) * each]]
+        return sum(map(len, counts)) / sum(map(sum, counts))
+
+    return cost
 
 
 @dataclass(frozen=True)
@@ -95,13 +121,11 @@ SYSTEM = System(
     savings=(
         Saving("passes per token", passes, "baseline", 1.5),
         Saving("passes per token", passes, "control", 1.2),
-        Saving("passes per token, against the guess's own output passed on", passes, "control", 1.02,
-               settings={"control": by_trees(OneOutput(FSPAD(depth=DEPTH, width=WIDTH, nodes=NODES)))}),
-        *(Saving(f"passes per token, {task}", passes, "rivals", 1.0, load=loads.answering(task, n=16))
-          for task in TASKS),
-        Saving("passes per token of code", passes, "rivals", 1.0, load=CODE),
-        Saving("passes per token of code at T=1", passes, "rivals", 1.0, load=HOT),
-        Saving("passes per token of code at T=1", passes, "baseline", 1.1, load=HOT),
+        Saving("passes per token of code, against the guess's own output passed on", passes, "control", 1.02,
+               load=code(0.0), settings={"control": by_trees(OneOutput(FSPAD(depth=DEPTH, width=WIDTH, nodes=NODES)))}),
+        *(Saving(f"passes per token, {task}", passes_on(task), "rivals", 1.0) for task in TASKS),
+        Saving("passes per token of code at T=1", passes, "rivals", 1.0, load=DRAWN),
+        Saving("passes per token of code at T=1", passes, "baseline", 1.1, load=DRAWN),
     ),
     timings=TIMINGS,
     note="Both learned 300,000 tokens that pocket wrote and was asked, by the same losses, from true states with the "
