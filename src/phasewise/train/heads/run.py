@@ -94,12 +94,7 @@ def train(job: HeadsJob, bar: Bar, kind: HeadsKind | None = None) -> Acceptance:
     have, a run that cannot be resumed so, a loss that is no number and a full disk; what a checkpoint holds is kept.
     """
     kind = kind or kind_of(job.kind)
-    if job.draft_vocab and not kind.own_output:
-        raise UserError(f"draft_vocab={job.draft_vocab}: heads of kind {job.kind} guess by the model's own output "
-                        "matrix, over all tokens. Leave it out, or train eagle3")  # fmt: skip
-    if job.unroll > 1 and isinstance(kind, AlignedKind):
-        raise UserError(f"unroll={job.unroll}: heads of kind {job.kind} learn the first depth alone, from the model's "
-                        "own states. Leave it out, or train eagle1")  # fmt: skip
+    check(job, kind)
     with naming_failures(job):
         target = FrozenTarget(job.model, job.dtype)
         settings = {**job.settings, "base": target.fingerprint}
@@ -127,6 +122,16 @@ def train(job: HeadsJob, bar: Bar, kind: HeadsKind | None = None) -> Acceptance:
 
         fit(run, loss, data, recipe(job, target), job.aside)
         return finish(job, kind, module, target, heldout, pad)
+
+
+def check(job: HeadsJob, kind: HeadsKind) -> None:
+    """Raise UserError for a draft vocabulary or depths that heads of a kind cannot have."""
+    if job.draft_vocab and not kind.own_output:
+        raise UserError(f"draft_vocab={job.draft_vocab}: heads of kind {job.kind} guess by the model's own output "
+                        "matrix, over all tokens. Leave it out, or train eagle3")  # fmt: skip
+    if job.unroll > 1 and isinstance(kind, AlignedKind):
+        raise UserError(f"unroll={job.unroll}: heads of kind {job.kind} learn the first depth alone, from the model's "
+                        "own states. Leave it out, or train eagle1")  # fmt: skip
 
 
 def frequent(written: Sequence[WrittenText], count: int, vocab: int) -> Tensor:
