@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from phasewise.errors import UserError
 from phasewise.speculation.heads import folder
@@ -96,7 +96,7 @@ def test_each_loss_moves_its_own_output_alone() -> None:
     assert of_feature[0] == 0 < of_feature[1] and of_logits[1] == 0 < of_logits[0]
 
 
-@pytest.mark.parametrize("kind", [FSPAD, AlignedKind("eagle1")], ids=["fspad", "eagle1"])
+@pytest.mark.parametrize("kind", [FSPAD, AlignedKind("eagle1", inner=20)], ids=["fspad", "eagle1"])
 def test_both_losses_are_lowered(kind: HeadsKind) -> None:
     its, block = target(), pad_rows(ROWS, 0)
     torch.manual_seed(0)
@@ -118,6 +118,15 @@ def test_noise_is_small_and_hangs_on_the_text_alone() -> None:
     assert torch.equal(noise(first), noise(first)) and not torch.equal(noise(first)[:, :8], noise(other)[:, :8])
     assert 0.9 * aligned.NOISE < float(noise(first).abs().max()) <= aligned.NOISE
     assert state_size(its) == pytest.approx(float(its.model.norm.weight.square().mean()) ** 0.5)
+
+
+def test_an_eagle_block_of_any_size_is_eagles(tmp_path: Path) -> None:
+    its = target()
+    kind = AlignedKind("eagle1", inner=20)
+    made = kind.build(its, 2)
+    folder.write(tmp_path, kind.config(made, its), kind.tensors(made))
+    again, _ = feature_heads(its.model, ("eagle1",), str(tmp_path))
+    assert again.config.intermediate == 20 and isinstance(again, nn.Module)
 
 
 def test_later_depths_are_not_learned(tmp_path: Path) -> None:

@@ -11,14 +11,16 @@ small, as pocket's 0.2, a smooth L1 loss would hardly count beside a cross-entro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from phasewise.speculation.heads.block import FeatureHeads
-from phasewise.train.heads.feature import FeatureKind, UnrolledAttention
+from phasewise.speculation.heads.eagle import Eagle1
+from phasewise.speculation.heads.layers import plain_layer
+from phasewise.train.heads.feature import FeatureKind, UnrolledAttention, begin
 from phasewise.train.heads.target import FrozenTarget, SeenBlock
 
 FEATURE, LOGITS = 1.0, 0.1  # weights of the two losses
@@ -27,7 +29,17 @@ NOISE = 0.05  # largest difference to a state that is read, over the root mean s
 
 @dataclass(frozen=True)
 class AlignedKind(FeatureKind):
-    """`fspad`, or another kind that reads the model's last state, as `eagle1`."""
+    """`fspad`, or `eagle1` with an MLP of `inner` numbers; 0: half as many as the model's width."""
+
+    inner: int = 0
+
+    def build(self, target: FrozenTarget, depth: int, vocabulary: Tensor | None = None) -> FeatureHeads:
+        if not self.inner:
+            return super().build(target, depth, vocabulary)
+        made = Eagle1(replace(plain_layer(target.model, narrow=True), intermediate=self.inner))
+        made.steps = depth
+        begin(made, target)
+        return made.to(target.output.device)
 
     def losses(self, module: FeatureHeads, target: FrozenTarget, seen: SeenBlock) -> tuple[Tensor, Tensor, int]:
         """Sums over positions of both losses, of what is passed on and of the logits (nats), and how many positions

@@ -86,13 +86,14 @@ class HeadsJob:
         return " ".join(words) + (f" --prompts {self.prompts.name}" if self.prompts else "")
 
 
-def train(job: HeadsJob, bar: Bar) -> Acceptance:
-    """Train one set of heads, write it into `job.out`, and say what it accepts of held-out text.
+def train(job: HeadsJob, bar: Bar, kind: HeadsKind | None = None) -> Acceptance:
+    """Train one set of heads, write it into `job.out`, and say what it accepts of held-out text. `kind`: what is made,
+    where it is another than the one that the job names.
 
     Raises UserError for an unknown kind, a model that cannot be a target, a draft vocabulary or depths that it cannot
     have, a run that cannot be resumed so, a loss that is no number and a full disk; what a checkpoint holds is kept.
     """
-    kind = kind_of(job.kind)
+    kind = kind or kind_of(job.kind)
     check(job, kind)
     with naming_failures(job):
         target = FrozenTarget(job.model, job.dtype)
