@@ -28,7 +28,7 @@ from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome
 from tests import tiny, uncached
 
-KINDS, ONE_PASS = ("eagle3", "eagle1", "mtp"), ("peagle", "dflash")
+KINDS, ONE_PASS = ("eagle3", "eagle1", "mtp", "fspad"), ("peagle", "dflash")
 LAYERS, D = 8, 48  # of the target
 C = TypeVar("C", bound=FeatureCompanion)
 

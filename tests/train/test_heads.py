@@ -236,9 +236,13 @@ class _Cut(Exception):
     pass
 
 
-def test_a_run_that_was_cut_goes_on_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["medusa", "fspad"])
+def test_a_run_that_was_cut_goes_on_to_the_same_bits(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of medusa, and of fspad, whose states have noise."""
     whole, cut, seen = tmp_path / "whole", tmp_path / "cut", list[int]()
-    train(job(whole), silent)
+    train(job(whole, kind), silent)
     real = run.heads_loss
 
     def broken(*given: Any) -> Any:
@@ -251,15 +255,15 @@ def test_a_run_that_was_cut_goes_on_to_the_same_bits(tmp_path: Path, monkeypatch
     usual = run.recipe
     monkeypatch.setattr(run, "recipe", lambda job, its: replace(usual(job, its), checkpoint_seconds=0.0))
     with pytest.raises(_Cut):
-        train(job(cut), silent)
+        train(job(cut, kind), silent)
     assert not (cut / folder.WEIGHTS).exists()
-    train(job(cut, resume=True), silent)
+    train(job(cut, kind, resume=True), silent)
     for name in (folder.WEIGHTS, folder.CONFIG):
         assert (cut / name).read_bytes() == (whole / name).read_bytes()
     logs = [[row[:5] for row in csv.reader((out / "training" / "losses.csv").open())] for out in (whole, cut)]
     assert logs[0] == logs[1]
     with pytest.raises(UserError, match=r"that run had rate=0.001, this one has 0.01"):
-        train(job(cut, rate=0.01, resume=True), silent)
+        train(job(cut, kind, rate=0.01, resume=True), silent)
 
 
 def test_the_text_is_written_once_for_all_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

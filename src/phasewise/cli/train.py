@@ -159,7 +159,8 @@ def heads(
         str,
         typer.Argument(
             metavar="KIND",
-            help="medusa, hydra, hydra_plus, eagle1, eagle3, mtp, dflash, kangaroo, hidden_transfer. Without one: all.",
+            help="medusa, hydra, hydra_plus, eagle1, eagle3, fspad, mtp, dflash, kangaroo, hidden_transfer. "
+            "Without one: the list.",
         ),
     ] = "",
     target: Annotated[

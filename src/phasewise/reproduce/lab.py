@@ -24,7 +24,11 @@ from phasewise.reproduce.workload import STRANGER, PromptSource
 from phasewise.verbs.place import Placed
 
 ANSWERING = ("pocket", STRANGER)  # models whose answers are graded
-TINY = {"random-experts": "tiny-experts", "random-dense": "tiny-dense"}  # stand-ins in a quick run
+TINY = {
+    "random-experts": "tiny-experts",
+    "random-dense": "tiny-dense",
+    "pocket-eagle": "pocket-eagle-quickly",
+}  # stand-ins in a quick run
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from phasewise.load import files_of, load_model, model_path
 from phasewise.model import kv_heads
 from phasewise.model.source import copy_vocabulary
 from phasewise.model.widen import widen
+from phasewise.reproduce.aligned_heads import LEARNED, QUICKLY, eagle_beside_pocket
 from phasewise.reproduce.knowers import KEYS, knowing
 from phasewise.reproduce.wide_heads import widen_all
 from phasewise.train.kv_heads import looked_at
@@ -142,6 +143,8 @@ MADE: dict[str, Callable[[Path], None]] = {
     "pocket-wide": pocket_wide,
     "pocket-draft-wide": partial(_from_pocket, widened, "pocket-draft"),
     "untrained-draft": partial(_from_pocket, untrained, "pocket-draft"),
+    "pocket-eagle": partial(eagle_beside_pocket, LEARNED),
+    "pocket-eagle-quickly": partial(eagle_beside_pocket, QUICKLY),
     "pocket-1kv-caches": partial(joined, "caches"),
     "pocket-1kv-weights": partial(joined, "weights"),
     "pocket-1kv-mean": partial(joined, "mean"),

@@ -33,12 +33,14 @@ class _BlockWidening:
 
     `repeated`: what makes the block's residual, and norms of it, where that is repeated; all else is padded with zeros.
     `padded`: norms of padded rows, whose mean square falls by the factor. `parts`: widths of the model that lie side by
-    side in what a matrix reads, one if it is not named. Norms of single attention heads (`OF_HEADS`) stay as they are.
+    side in what a matrix reads, one if it is not named; `outputs`: in what it gives, by its whole name. Norms of single
+    attention heads (`OF_HEADS`) stay as they are.
     """
 
     repeated: tuple[str, ...] = ()
     padded: tuple[str, ...] = ()
     parts: Mapping[str, int] | None = None
+    outputs: Mapping[str, int] | None = None
 
 
 OF_HEADS = ("q_norm", "k_norm")
@@ -47,6 +49,9 @@ BLOCKS = {
     "dflash": _BlockWidening((*RESIDUAL, "fc", "hidden_norm"), parts={"fc": 3}),
     "eagle1": _BlockWidening(padded=("post_attention_layernorm",), parts={"fc": 2}),
     "eagle3": _BlockWidening((*RESIDUAL, "fc", "hidden_norm"), parts={"fc": 3, "q_proj": 2, "k_proj": 2, "v_proj": 2}),
+    "fspad": _BlockWidening(
+        padded=("post_attention_layernorm",), parts={"fc": 2}, outputs={"layers.0.mlp.down_proj.weight": 2}
+    ),
     "kangaroo": _BlockWidening(("o_proj", "input_layernorm")),
     "mtp": _BlockWidening((*RESIDUAL, "input_proj", "token_layernorm"), ("hidden_layernorm",), {"input_proj": 2}),
 }
@@ -94,7 +99,8 @@ def _of_block(name: str, tensor: Tensor, how: _BlockWidening, factor: int) -> Te
         return tensor
     if own in how.repeated:
         return tensor.repeat(factor, *(1,) * (tensor.ndim - 1))
-    return _padded(tensor * factor**-0.5 if own in how.padded else tensor, 0, 1, factor)
+    parts = (how.outputs or {}).get(name, 1)
+    return _padded(tensor * factor**-0.5 if own in how.padded else tensor, 0, parts, factor)
 
 
 def _padded(tensor: Tensor, dim: int, parts: int, factor: int) -> Tensor:

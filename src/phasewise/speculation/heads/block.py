@@ -61,17 +61,19 @@ class BlockAttention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate x) * up x)."""
+    """down(act(gate x) * up x), of `outputs` numbers; 0: as many as x has."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, outputs: int = 0) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden, config.intermediate, bias=config.mlp_bias)
         self.up_proj = nn.Linear(config.hidden, config.intermediate, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate, config.hidden, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate, outputs or config.hidden, bias=config.mlp_bias)
         self.activate = ACTIVATION[config.activation]
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(self.activate(self.gate_proj(x)) * self.up_proj(x))
+    def forward(self, x: Tensor, gating: Tensor | None = None) -> Tensor:
+        """`gating` [..., d]: the rows that the gate reads in place of x."""
+        gate = self.activate(self.gate_proj(x if gating is None else gating))
+        out: Tensor = self.down_proj(gate * self.up_proj(x))
         return out
 
 

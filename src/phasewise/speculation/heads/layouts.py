@@ -7,13 +7,14 @@ settings of layers in `transformer_layer_config` (`layers.py`). It is what phase
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from phasewise.errors import UserError, near
+from phasewise.model.config import ModelConfig
 from phasewise.model.model import Model
 from phasewise.model.modules import module_tensors
 from phasewise.speculation.heads.block import FeatureHeads
@@ -25,6 +26,8 @@ from phasewise.speculation.heads.exit import ExitAdapter
 from phasewise.speculation.heads.exit_layout import exit_adapter, exit_settings, usual_exit_adapter
 from phasewise.speculation.heads.fitting import digest, named, same_base
 from phasewise.speculation.heads.folder import AUTO, CONFIG, WEIGHTS, StoredHeads, locate, read, seed_of
+from phasewise.speculation.heads.fspad import Fspad
+from phasewise.speculation.heads.fspad_layout import SIGN, fspad, fspad_settings, usual_fspad
 from phasewise.speculation.heads.hydra_layout import prefix_layer as prefix_layer
 from phasewise.speculation.heads.layers import LAYER, block_config, layer_settings, plain_layer
 from phasewise.speculation.heads.mtp import MTP
@@ -34,9 +37,11 @@ SAID = "speculators_model_type"
 # kinds that a folder may hold, and the drafter that reads them
 DRAFTERS = {
     "eagle1": "eagle", "eagle3": "eagle", "peagle": "eagle", "dflash": "dflash", "medusa": "medusa", "mtp": "mtp",
-    "hydra": "hydra", "hydra_plus": "hydra", "kangaroo": "kangaroo", "hidden_transfer": "hidden_transfer",
+    "hydra": "hydra", "hydra_plus": "hydra", "kangaroo": "kangaroo", "fspad": "fspad",
+    "hidden_transfer": "hidden_transfer",
 }  # fmt: skip
-SINGLE = ("eagle1", "kangaroo", "mtp")  # kinds of one layer
+PLAIN: dict[str, Callable[[ModelConfig], FeatureHeads]] = {"eagle1": Eagle1, "mtp": MTP}  # made of a layer alone
+SINGLE = ("eagle1", "fspad", "kangaroo", "mtp")  # kinds of one layer
 
 
 # ---- reading
@@ -65,6 +70,7 @@ def _told_by_layout(stored: StoredHeads) -> str | None:
         "peagle": "mask_hidden" in tensors,
         "eagle3": "Eagle3" in names or "draft_vocab_size" in config or any(x.startswith("midlayer.") for x in tensors),
         "mtp": bool(module_tensors(tensors)) or "eh_proj.weight" in tensors,
+        "fspad": SIGN in tensors,
         "eagle1": "fc.weight" in tensors,
     }
     return next((kind for kind, seen in signs.items() if seen), None)
@@ -102,6 +108,8 @@ def load(stored: StoredHeads, model: Model, kind: str) -> FeatureHeads:
         return mtp(stored, config, tensors, model)
     if kind == "kangaroo":
         return exit_adapter(stored, config, tensors, model)
+    if kind == "fspad":
+        return fspad(stored, config, tensors, model)
     if kind in ("eagle3", "peagle"):
         return eagle3(stored, config, tensors, model, masked=kind == "peagle")
     return eagle1(stored, config, tensors, model)
@@ -125,17 +133,18 @@ def untrained(
     kind: str, model: Model, *, narrow: bool = False, draft_vocab: int = 0, guesses: int = 0, exit: int = 0
 ) -> FeatureHeads:
     """Heads of the usual shape for a model: a plain Llama's block of its widths. `narrow`: with one key head and an MLP
-    half as wide as the model. `draft_vocab`: tokens that an EAGLE-3 head knows; 0: all. `guesses`: those of a pass of
-    DFlash's heads; 0: as many as usual. `exit`: the model's layers before an adapter; 0: the usual number."""
+    half as wide as the model, FSPAD's two a little less. `draft_vocab`: tokens that an EAGLE-3 head knows; 0: all.
+    `guesses`: those of a pass of DFlash's heads; 0: as many as usual. `exit`: the model's layers before an adapter; 0:
+    the usual number."""
     config = plain_layer(model, narrow=narrow)
-    if kind == "eagle1":
-        return Eagle1(config)
-    if kind == "mtp":
-        return MTP(config)
+    if kind in PLAIN:
+        return PLAIN[kind](config)
     if kind == "dflash":
         return usual_dflash(model, narrow=narrow, guesses=guesses)
     if kind == "kangaroo":
         return usual_exit_adapter(model, narrow=narrow, exit=exit)
+    if kind == "fspad":
+        return usual_fspad(model, narrow=narrow)
     if kind == "peagle":
         return PEagle(config, usual_options(model, masked=True))
     return Eagle3(config, usual_options(model, draft_vocab))
@@ -159,6 +168,8 @@ def settings_of(heads: FeatureHeads, model: Model, tokens: int) -> dict[str, Any
         made |= dflash_settings(heads)
     if isinstance(heads, ExitAdapter):
         made |= exit_settings(heads)
+    if isinstance(heads, Fspad):
+        made |= fspad_settings()
     return made
 
 

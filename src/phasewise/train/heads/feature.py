@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from phasewise.model.rope import RopeTables
 from phasewise.speculation.heads.block import FeatureHeads
 from phasewise.speculation.heads.eagle import Eagle3
+from phasewise.speculation.heads.fspad import Fspad
 from phasewise.speculation.heads.layouts import settings_of, tensors_of, untrained
 from phasewise.speculation.heads.mtp import MTP
 from phasewise.train.dense import TokenBlock
@@ -78,7 +79,7 @@ class FeatureKind:
 @torch.no_grad()
 def begin(heads: FeatureHeads, target: FrozenTarget) -> None:
     """Initial weights with which heads say again, less surely, what the model says: the feature passes through."""
-    block, feature = heads.block, torch.eye(target.hidden)
+    block, feature, fusing = heads.block, torch.eye(target.hidden), "fc"
     for closing in (block.self_attn.o_proj, block.mlp.down_proj):
         closing.weight.zero_()
     if isinstance(heads, MTP):
@@ -87,13 +88,16 @@ def begin(heads: FeatureHeads, target: FrozenTarget) -> None:
         joined.weight.normal_(std=0.005)[:, -target.hidden :] += feature
         heads.block.final_layernorm.weight.fill_(BEGIN * float(target.model.norm.weight.float().square().mean().sqrt()))
         return
-    heads.get_parameter("fc.weight").normal_(std=0.005)[:, -target.hidden :] += BEGIN * feature
+    if isinstance(heads, Fspad):
+        heads.fc.mlp.down_proj.weight.zero_()
+        fusing = "fc.fc"
+    heads.get_parameter(f"{fusing}.weight").normal_(std=0.005)[:, -target.hidden :] += BEGIN * feature
     if isinstance(heads, Eagle3):
         known = target.output if heads.d2t is None else target.output[heads.draft_ids()]
         heads.get_parameter("lm_head.weight").copy_(known)
         heads.norm.weight.copy_(BEGIN * target.model.norm.weight)
     else:
-        heads.get_parameter("fc.bias").zero_()
+        heads.get_parameter(f"{fusing}.bias").zero_()
 
 
 class UnrolledAttention:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from phasewise.errors import UserError, near
 from phasewise.train.dense import TokenBlock
+from phasewise.train.heads.aligned import AlignedKind
 from phasewise.train.heads.dflash import DFlashKind
 from phasewise.train.heads.exit import ExitKind
 from phasewise.train.heads.feature import FeatureKind
@@ -67,6 +68,7 @@ KINDS: dict[str, HeadsKind] = {
     "dflash": DFlashKind(),
     "eagle1": FeatureKind("eagle1"),
     "eagle3": FeatureKind("eagle3"),
+    "fspad": AlignedKind("fspad"),
     "hidden_transfer": TransferKind(),
     "hydra": HydraKind(),
     "hydra_plus": HydraPlusKind(),

@@ -2,7 +2,7 @@
 
 The model is frozen. Each depth learns the model's whole distribution where the token it guesses stands (soft
 cross-entropy), in what the model wrote and in the prompts before, whose rows are computed anyway; depth i counts 0.8^i
-as much as the first.
+as much as the first. Some kinds learn the first depth alone, and to pass on the model's states (`aligned.py`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from torch.optim import AdamW
 
 from phasewise.errors import UserError
 from phasewise.speculation.heads import folder
+from phasewise.speculation.heads.block import FeatureHeads
 from phasewise.speculation.heads.last_state import RANKS
 from phasewise.train.dense import TokenBlock
 from phasewise.train.heads import acceptance
 from phasewise.train.heads.acceptance import Acceptance
+from phasewise.train.heads.aligned import FEATURE, LOGITS, AlignedKind
 from phasewise.train.heads.kinds import HeadsKind, kind_of
 from phasewise.train.heads.target import FrozenTarget, SeenBlock
 from phasewise.train.heads.text import Bar, TextJob, write
@@ -60,7 +62,7 @@ class HeadsJob:
     dtype: str = "float32"  # what the frozen model computes in
     seed: int = 0
     resume: bool = False
-    unroll: int = 0  # depths that are learned; later ones are only measured. 0: all
+    unroll: int = 0  # depths that are learned; later ones are only measured. 0: all, or the first of aligned heads
     step: int = 0  # tokens of a step; 0: STEP, or a quarter of that
     draft_vocab: int = 0  # most frequent tokens that an output matrix of the heads' own knows; 0: all
 
@@ -84,16 +86,15 @@ class HeadsJob:
         return " ".join(words) + (f" --prompts {self.prompts.name}" if self.prompts else "")
 
 
-def train(job: HeadsJob, bar: Bar) -> Acceptance:
-    """Train one set of heads, write it into `job.out`, and say what it accepts of held-out text.
+def train(job: HeadsJob, bar: Bar, kind: HeadsKind | None = None) -> Acceptance:
+    """Train one set of heads, write it into `job.out`, and say what it accepts of held-out text. `kind`: what is made,
+    where it is another than the one that the job names.
 
-    Raises UserError for an unknown kind, a model that cannot be a target, a draft vocabulary that it cannot have, a run
-    that cannot be resumed so, a loss that is no number and a full disk; what a checkpoint holds is kept.
+    Raises UserError for an unknown kind, a model that cannot be a target, a draft vocabulary or depths that it cannot
+    have, a run that cannot be resumed so, a loss that is no number and a full disk; what a checkpoint holds is kept.
     """
-    kind = kind_of(job.kind)
-    if job.draft_vocab and not kind.own_output:
-        raise UserError(f"draft_vocab={job.draft_vocab}: heads of kind {job.kind} guess by the model's own output "
-                        "matrix, over all tokens. Leave it out, or train eagle3")  # fmt: skip
+    kind = kind or kind_of(job.kind)
+    check(job, kind)
     with naming_failures(job):
         target = FrozenTarget(job.model, job.dtype)
         settings = {**job.settings, "base": target.fingerprint}
@@ -123,6 +124,16 @@ def train(job: HeadsJob, bar: Bar) -> Acceptance:
         return finish(job, kind, module, target, heldout, pad)
 
 
+def check(job: HeadsJob, kind: HeadsKind) -> None:
+    """Raise UserError for a draft vocabulary or depths that heads of a kind cannot have."""
+    if job.draft_vocab and not kind.own_output:
+        raise UserError(f"draft_vocab={job.draft_vocab}: heads of kind {job.kind} guess by the model's own output "
+                        "matrix, over all tokens. Leave it out, or train eagle3")  # fmt: skip
+    if job.unroll > 1 and isinstance(kind, AlignedKind):
+        raise UserError(f"unroll={job.unroll}: heads of kind {job.kind} learn the first depth alone, from the model's "
+                        "own states. Leave it out, or train eagle1")  # fmt: skip
+
+
 def frequent(written: Sequence[WrittenText], count: int, vocab: int) -> Tensor:
     """The `count` tokens that texts have most often, ascending, int64. Of equally frequent ones the lower ids. Raises
     UserError for more tokens than there are."""
@@ -142,7 +153,9 @@ def heads_loss(
     kind: HeadsKind, module: nn.Module, target: FrozenTarget, blocks: Sequence[TokenBlock], learned: int | None = None
 ) -> StepLoss:
     """Soft cross-entropies of all depths, or of the first `learned` ones (nats), each the mean over its positions in
-    all blocks."""
+    all blocks. Of aligned heads the two losses that they have."""
+    if isinstance(kind, AlignedKind):
+        return aligned_loss(kind, module, target, blocks)
     sums: list[Tensor] = []
     counts: list[int] = []
     for block in blocks:
@@ -161,6 +174,17 @@ def heads_loss(
     total = torch.stack([weight * mean for weight, mean in zip(weights, means)]).sum() / sum(weights)
     parts = {f"head{head + 1}": float(mean.detach()) for head, mean in enumerate(means)}
     return StepLoss(total, parts, sum(block.ids.numel() for block in blocks))
+
+
+def aligned_loss(kind: AlignedKind, module: nn.Module, target: FrozenTarget, blocks: Sequence[TokenBlock]) -> StepLoss:
+    """The losses of what is passed on and of the first depth's logits, each the mean over all positions, by weight."""
+    assert isinstance(module, FeatureHeads)
+    found = [kind.losses(module, target, target.see(block)) for block in blocks]
+    count = max(1, sum(n for _, _, n in found))
+    passed = torch.stack([passed for passed, _, _ in found]).sum() / count
+    said = torch.stack([said for _, said, _ in found]).sum() / count
+    parts = {"feature": float(passed.detach()), "head1": float(said.detach())}
+    return StepLoss(FEATURE * passed + LOGITS * said, parts, sum(block.ids.numel() for block in blocks))
 
 
 def said_by_the_model(target: FrozenTarget, seen: SeenBlock, known: Tensor | None = None) -> Any:
