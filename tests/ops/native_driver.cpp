@@ -75,8 +75,11 @@ static void rows_case(long outputs, long inputs) {
   for (long o = 0; o < outputs; o++) {
     Doubles row;
     for (long k = 0; k < inputs; k++) row.push_back(layer.weight[o * inputs + k]);
-    float worth = (float)to_steps(row.data(), inputs);
-    for (long k = 0; k < inputs; k++) want.set(o * inputs + k, (int)row[k] * worth);
+    for (long k = 0; k < inputs; k += GROUP) {
+      long count = inputs - k < GROUP ? inputs - k : GROUP;
+      float worth = (float)to_steps(&row[k], count);
+      for (long i = k; i < k + count; i++) want.set(o * inputs + i, (int)row[i] * worth);
+    }
   }
   require(back == want, what, " do not come back as they were rounded (int8)");
   require(linear_rows(&layer8.words, absent.data(), 2, back.half.data(), 1) == 1, what, ": an absent one is found (int8)");

@@ -172,27 +172,30 @@ inline double plain_attention(const double* q, const double* k, const double* v,
 }
 
 // ---- weights, packed
+constexpr long GROUP = 128;  // inputs of int8 layers that share a scale
+
+inline long groups(long inputs) { return (inputs + GROUP - 1) / GROUP; }
+
 struct Packed {
   bool int8;
   Numbers weight;  // [outputs, inputs]
   std::vector<char> packed;
-  std::vector<float> bias, scale;
+  std::vector<float> bias, scales;
   std::unique_ptr<WeightsPart> part;  // stays where it is when this is moved
   Weights words;
 
   Packed(Numbers from, long outputs, long inputs, bool int8, bool biased, int64_t threads)
-      : int8(int8), weight(std::move(from)), scale(outputs), part(new WeightsPart) {
+      : int8(int8), weight(std::move(from)), part(new WeightsPart) {
     int64_t form = int8 ? WEIGHTS_INT8 : WEIGHTS_BFLOAT16;
     packed.resize(panels(outputs) * panel_bytes(form, inputs));
     for (long o = 0; biased && o < outputs; o++) bias.push_back((float)uniform());
-    *part = {form, packed.data(), scale.data(), outputs};
+    scales.resize(int8 ? panels(outputs) * groups(inputs) * WIDTH : 0);
+    *part = {form, packed.data(), scales.data(), outputs};
     words = {part.get(), 1, biased ? bias.data() : nullptr, outputs, inputs};
     Rows rows = {weight.data(), inputs, weight.kind};
     linear_pack(&rows, part.get(), inputs, threads);
   }
 };
-
-constexpr long GROUP = 128;  // inputs of int8 layers that share a scale
 
 // Numbers of one scale as int8 layers take them: whole steps, and what one is worth.
 inline double to_steps(double* row, long count) {
@@ -203,24 +206,28 @@ inline double to_steps(double* row, long count) {
   return top / 127;
 }
 
-// x [rows, inputs] W^T + bias
-inline Doubles plain_linear(const Packed& layer, Doubles x, long rows) {
-  long outputs = layer.words.outputs, inputs = layer.words.inputs;
-  Doubles w = layer.weight.plain(), w_worth(outputs, 1), y;
-  for (double& value : x) value = layer.int8 ? value : rounded(value);
-  for (long o = 0; layer.int8 && o < outputs; o++) w_worth[o] = to_steps(&w[o * inputs], inputs);
-  for (long r = 0; layer.int8 && r < rows; r++)
+// Rows as int8 layers round them, group by group.
+inline void round_groups(Doubles& x, long inputs) {
+  for (size_t row = 0; row < x.size(); row += inputs)
     for (long k = 0; k < inputs; k += GROUP) {
-      double* group = &x[r * inputs + k];
+      double* group = &x[row + k];
       long count = inputs - k < GROUP ? inputs - k : GROUP;
       double worth = to_steps(group, count);
       for (long i = 0; i < count; i++) group[i] *= worth;
     }
+}
+
+// x [rows, inputs] W^T + bias
+inline Doubles plain_linear(const Packed& layer, Doubles x, long rows) {
+  long outputs = layer.words.outputs, inputs = layer.words.inputs;
+  Doubles w = layer.weight.plain(), y;
+  for (double& value : x) value = layer.int8 ? value : rounded(value);
+  if (layer.int8) round_groups(x, inputs), round_groups(w, inputs);
   for (long r = 0; r < rows; r++)
     for (long o = 0; o < outputs; o++) {
       double sum = 0;
       for (long k = 0; k < inputs; k++) sum += x[r * inputs + k] * w[o * inputs + k];
-      y.push_back(sum * w_worth[o] + (layer.bias.empty() ? 0 : layer.bias[o]));
+      y.push_back(sum + (layer.bias.empty() ? 0 : layer.bias[o]));
     }
   return y;
 }

@@ -61,7 +61,9 @@ def twin(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor, int8: boo
     """Logits in float64 of the norm in float32, rounded to bfloat16."""
     normed = F.rms_norm(x.float(), norm.shape, norm.float(), EPS).bfloat16()
     if int8:
-        y = torch.cat([steps(group) for group in normed.split(GROUP, 1)], 1) @ steps(weight).T
+        y = torch.zeros(len(x), len(weight), dtype=torch.double)
+        for some, own in zip(normed.split(GROUP, 1), weight.split(GROUP, 1)):
+            y += steps(some) @ steps(own).T
     else:
         y = normed.double() @ weight.double().T
     return y if bias is None else y + bias.double()

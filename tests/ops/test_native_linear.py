@@ -41,7 +41,7 @@ def twin(x: Tensor, weight: Tensor, bias: Tensor | None, add: Tensor | None) -> 
 
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows as int8 gives them back with one scale: whole steps float64 [T, n], and a step's worth float32 [T, 1]."""
+    """Rows as int8 rounds them with one scale each: whole steps float64 [T, n], and a step's worth float32 [T, 1]."""
     x = x.float()
     top = x.abs().amax(1, keepdim=True)
     inverse = torch.where(top >= 1e-35, torch.tensor(127.0) / top, 0.0)  # a tensor: 127 / top would round twice
@@ -49,13 +49,12 @@ def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def twin8(x: Tensor, weight: Tensor, bias: Tensor | None, add: Tensor | None) -> Tensor:
-    """Whole sums within a group of inputs; over groups, in order, float32 sums that are rounded once per group."""
-    steps, w_step = rounded(weight)
+    """Whole sums within a group of inputs, worth the product of both steps in float32; over groups, in order, float32
+    sums that are rounded once per group."""
     y = torch.zeros(len(x), len(weight))
-    for group, ws in zip(x.split(GROUP, 1), steps.split(GROUP, 1)):
-        xs, x_step = rounded(group)
-        y = ((xs @ ws.T) * x_step.double() + y.double()).float()
-    y = y * w_step.T
+    for some, own in zip(x.split(GROUP, 1), weight.split(GROUP, 1)):
+        (xs, x_step), (ws, w_step) = rounded(some), rounded(own)
+        y = ((xs @ ws.T) * (x_step * w_step.T).double() + y.double()).float()
     y = y if bias is None else y + bias.float()
     return y if add is None else y + add.float()
 
@@ -113,21 +112,32 @@ def test_rows_do_not_depend_on_each_other(kind: torch.dtype, int8: bool) -> None
 @pytest.mark.parametrize("inputs", [128, 300, 2304])
 @pytest.mark.usefixtures("target")
 def test_an_int8_row_is_its_own_in_steps_of_any_size(inputs: int) -> None:
-    """513 rows fill tiles, blocks and the last of each otherwise than 64, 7 or 1 of them do."""
-    layer = PackedWeights(torch.randn(130, inputs), torch.randn(130), "int8")
-    x = torch.randn(513, inputs)
+    """513 rows fill tiles, blocks and the last of each otherwise than 64, 7 or 1 of them do. All instruction sets give
+    the twin's bits, hence the same."""
+    torch.manual_seed(0)
+    weight, bias, x = torch.randn(130, inputs), torch.randn(130), torch.randn(513, inputs)
+    layer = PackedWeights(weight, bias, "int8")
     together = layer(x)
+    assert torch.equal(together, twin8(x, weight, bias, None))
     for size in (1, 7, 64):
         assert torch.equal(torch.cat([layer(some) for some in x.split(size)]), together), size
 
 
+@pytest.mark.parametrize("rows", [1, 9, 49])
 @pytest.mark.usefixtures("target")
-def test_an_int8_group_of_inputs_has_a_scale_of_its_own() -> None:
-    """Numbers of very different sizes, a group of zeros, and one too small to be rounded."""
-    weight, x = torch.randn(70, 5 * GROUP + 3), torch.randn(9, 5 * GROUP + 3)
+def test_an_int8_group_has_a_scale_of_its_own(rows: int) -> None:
+    """Of inputs and of each output's weights: numbers of very different sizes, a group of zeros, and one too small to
+    be rounded. The way back has the same scales."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(130, 5 * GROUP + 3), torch.randn(rows, 5 * GROUP + 3)
     sizes = torch.tensor([1e-4, 1e4, 0.0, 1e-38, 3.0]).repeat_interleave(GROUP)
     x *= torch.cat((sizes, torch.tensor([1e5, 1e-5, 1.0])))
-    assert torch.equal(PackedWeights(weight, None, "int8")(x), twin8(x, weight, None, None))
+    weight *= torch.cat((sizes.flip(0), torch.ones(3)))
+    weight[torch.arange(130), torch.arange(130) * 4 + 1] = 1e3  # another group of each few outputs
+    layer = PackedWeights(weight, None, "int8")
+    assert torch.equal(layer(x), twin8(x, weight, None, None))
+    parts = (rounded(some) for some in weight.split(GROUP, 1))
+    assert torch.equal(layer.dense(), torch.cat([(steps.float() * step).bfloat16() for steps, step in parts], 1))
 
 
 @pytest.mark.parametrize(("bad", "int8"), [(float("nan"), False), (float("inf"), True), (float("-inf"), False)])
@@ -186,9 +196,9 @@ def test_packed_in_slices(int8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_way_back(shape: tuple[int, int]) -> None:
     weight = torch.randn(shape).bfloat16()
     assert torch.equal(PackedWeights(weight, None).dense(), weight)
-    steps, step = rounded(weight)
+    parts = (rounded(some) for some in weight.split(GROUP, 1))
     back = PackedWeights(weight, None, "int8").dense()
-    assert torch.equal(back, (steps.float() * step).bfloat16())
+    assert torch.equal(back, torch.cat([(steps.float() * step).bfloat16() for steps, step in parts], 1))
     which = torch.randint(0, shape[0], (5,))
     assert torch.equal(PackedWeights(weight, None).rows(which), weight[which])
     for int8 in (False, True):
@@ -226,6 +236,7 @@ def test_which_form_a_layer_takes() -> None:
     assert torch.equal(Linear(half).rows(torch.tensor([3, 3])), half[[3, 3]])
     assert near(Linear(half)(x.bfloat16()), F.linear(x.bfloat16(), half).double())
     assert Linear(half, precision="int8").nbytes == 16 * 16 + 4 * 16
+    assert Linear(torch.randn(16, 129), precision="int8").nbytes == 16 * 129 + 4 * 16 * 2
     with pytest.raises(UserError, match="int7"):
         Linear(half, precision="int7")
 

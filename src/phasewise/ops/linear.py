@@ -34,10 +34,10 @@ class Linear:
     """x [T, in] -> x W^T + bias (+ add) [T, out], for a weight [out, in] and a bias [out] or None.
 
     On a CPU bfloat16 weights are packed and the plain copy is let go, unless `packed` is False: for the native kernels,
-    or for oneDNN where those could not be built. `precision` "int8" rounds the weights, one scale per output, and rows,
-    one scale per 128 inputs; it is never chosen unasked, and raises UserError without the native kernels. The result is
-    always a fresh tensor. `nbytes` counts the parameters, whatever their layout. `done` is told which rows of the
-    weight are not needed again.
+    or for oneDNN where those could not be built. `precision` "int8" rounds weights and rows, with one scale for every
+    128 inputs of an output or a row; it is never chosen unasked, and raises UserError without the native kernels. The
+    result is always a fresh tensor. `nbytes` counts the parameters, whatever their layout. `done` is told which rows of
+    the weight are not needed again.
     """
 
     __slots__ = ("_form", "inputs", "nbytes", "outputs")

@@ -188,7 +188,7 @@ class WeightsPartStruct(Structure):
 
     form: int = 0
     packed: Pointer = None
-    scale: Pointer = None
+    scales: Pointer = None
     outputs: int = 0
 
 

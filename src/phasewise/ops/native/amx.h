@@ -149,12 +149,15 @@ inline void sum_up(long words, bool first, F* sums, long second, const Add& add,
   }
 }
 
-// W registers of sums of `rows` rows over the group from word `from` on become floats.
+// W registers of sums of `rows` rows over the group from word `from` on become floats; `at` is the first of a panel's.
 template <class Op, int W>
-inline void keep_group(const typename Op::Inputs& in, long from, bool first, long rows,
+inline void keep_group(const typename Op::Inputs& in, long from, bool first, long rows, long at,
                        const typename Op::Acc (*of_group)[WIDTH / LANES], F* sums) {
+  F scale[W];
+  for (int j = 0; j < W; j++) scale[j] = Op::scale(in.from(0, from), at + j);
   for (long r = 0; r < rows; r++, sums += WIDTH / LANES)
-    for (int j = 0; j < W; j++) sums[j] = Op::end(in.from(r, from), of_group[r][j], first && !from ? F{} : sums[j]);
+    for (int j = 0; j < W; j++)
+      sums[j] = Op::end(in.from(r, from), of_group[r][j], scale[j], first && !from ? F{} : sums[j]);
 }
 
 // sums[rows of a block] += rows of inputs times a panel of weights; `before`: how many rows are in front of the block.
@@ -173,8 +176,8 @@ void multiply_block(const int32_t* weights, const int32_t* ahead, const typename
         two_by_two<Op>(part + from * WIDTH, pair.x + from, other.x + from, in.stride, some);
       };
       auto keep = [&](long from, const auto& of_group) {
-        keep_group<Op, 2>(pair, from, first, SIDE, of_group, to);
-        keep_group<Op, 2>(other, from, first, SIDE, of_group + SIDE, to + SIDE * WIDTH / LANES);
+        keep_group<Op, 2>(pair, from, first, SIDE, half * 2, of_group, to);
+        keep_group<Op, 2>(other, from, first, SIDE, half * 2, of_group + SIDE, to + SIDE * WIDTH / LANES);
       };
       sum_up<Op>(words, first, to, BELOW, add, keep);
     }
@@ -186,7 +189,7 @@ void multiply_block(const int32_t* weights, const int32_t* ahead, const typename
     add_panel<Op>(weights + from * WIDTH, WIDTH, SIDE, last.x + from, in.stride, some, then);
   };
   auto keep = [&](long from, const auto& of_group) {
-    keep_group<Op, WIDTH / LANES>(last, from, first, before + rows < SIDE ? rows : SIDE, of_group, sums[r]);
+    keep_group<Op, WIDTH / LANES>(last, from, first, before + rows < SIDE ? rows : SIDE, 0, of_group, sums[r]);
   };
   sum_up<Op>(words, first, sums[r], ACROSS, add, keep);
 }

@@ -52,8 +52,8 @@ struct PartProduct {
 struct Form {
   int inputs;                       // an InputsKind
   long (*panel_bytes)(long inputs);  // of WIDTH outputs, a multiple of 64
-  // Rows of a weight [outputs, inputs], in a dtype (`kind`) that the form takes, become the panels of `to`, and its scale
-  // if the form has one. Outputs beyond those there are give what nobody reads.
+  // Rows of a weight [outputs, inputs], in a dtype (`kind`) that the form takes, become the panels of `to`, and its scales
+  // if the form has some. Outputs beyond those there are give what nobody reads.
   void (*pack)(const Rows& weight, const WeightsPart& to, long inputs, int threads);
   void (*multiply)(const PartProduct& product);
   void (*row)(const WeightsPart& part, long inputs, long which, bf16* out);  // output `which` of the part, [inputs]

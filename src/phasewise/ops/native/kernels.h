@@ -23,10 +23,10 @@ struct Rows {  // a matrix whose rows are contiguous; data null: none
 constexpr long LEVEL_KINDS = 19;
 enum WeightForm { WEIGHTS_BFLOAT16, WEIGHTS_INT8, WEIGHTS_LEVELS, WEIGHT_FORMS = WEIGHTS_LEVELS + 2 * LEVEL_KINDS };
 
-struct WeightsPart {   // consecutive outputs of a layer that share a form, packed by `linear_pack`
-  int64_t form;        // a WeightForm
-  void* packed;        // panels of WIDTH outputs, of `panel_bytes` each; the part begins with a panel of its own
-  const float* scale;  // int8: [outputs], what one step of the weight is worth
+struct WeightsPart {    // consecutive outputs of a layer that share a form, packed by `linear_pack`
+  int64_t form;         // a WeightForm
+  void* packed;         // panels of WIDTH outputs, of `panel_bytes` each; the part begins with a panel of its own
+  const float* scales;  // int8: [panels, groups of 128 inputs, WIDTH], what one step of a weight is worth
   int64_t outputs;
 };
 

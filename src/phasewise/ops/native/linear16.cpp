@@ -59,8 +59,7 @@ void multiply_part(const PartProduct& product) {
   bool lies = as_it_lies(call);
   long words = words_of(call.weights->inputs, 2), stride = lies ? call.x.stride / 2 : words;
   const Bf16::Word* in = (const Bf16::Word*)(lies ? call.x.data : product.inputs);
-  auto finish = [&](long row, long column, long count, F* sums) { write(product, row, column, count, sums); };
-  multiply<Bf16>(product, words, {in, stride}, finish);
+  multiply<Bf16>(product, words, {in, stride});
 }
 
 }  // namespace

@@ -1,8 +1,10 @@
-// Linear layers of int8 weights (one scale per output), packed so that one register holds four inputs of LANES outputs.
+// Linear layers of int8 weights, packed so that one register holds four inputs of LANES outputs.
 //
-// Inputs are quantised to 255 levels, each group of 128 consecutive ones of a row by a scale of its own: one that is far
-// larger than the others, as models have them, costs only its group precision. Products are summed exactly within a
-// group, and the groups' sums as floats, in their order.
+// Rows of inputs and of weights are quantised to 255 levels, each group of 128 consecutive numbers by a scale of its
+// own: one that is far larger than the others, as models have them, costs only its group precision. Products are summed
+// exactly within a group, and the groups' sums as floats, in their order:
+//
+//   y[o] = sum over groups g of (sum of weights * inputs, both whole) * (scale of o and g * scale of the inputs in g)
 //
 // Inputs are signed bytes. So are weights, but where the instructions take one side unsigned: there OFFSET is added to
 // them, and what this adds to a group's sum, OFFSET times the sum of its inputs, is taken off before.
@@ -14,7 +16,7 @@
 namespace {
 
 constexpr int OFFSET = LANES == 4 || MATRIX_UNIT ? 0 : 128;
-constexpr long IN_GROUP = 128;  // inputs of a group; the last one of a row may have fewer
+constexpr long IN_GROUP = 128;  // numbers of a group; the last one of a row may have fewer
 
 struct Group {
   float worth;    // of one step; NaN if it holds an infinity or NaN, which then spoils its own row and no other
@@ -32,16 +34,20 @@ struct Int8 {
     const Word* x;
     long stride;
     const Group* group;
-    long groups;  // of a row
+    long groups;         // of a row
+    const float* scale;  // of the weights, [panels, groups, WIDTH]
 
     Inputs from(long row, long word) const {
-      return {x + row * stride + word, stride, group + row * groups + word / GROUP, groups};
+      long later = word / GROUP;
+      return {x + row * stride + word, stride, group + row * groups + later, groups, scale + later * WIDTH};
     }
+    Inputs of_panel(long panel) const { return {x, stride, group, groups, scale + panel * groups * WIDTH}; }
   };
 
   static I begin(const Inputs& in, bool, const F&) { return OFFSET ? splat(in.group->begin) : I{}; }
-  static F end(const Inputs& in, I acc, F sum) {
-    return fused(__builtin_convertvector(acc, F), splat(in.group->worth), sum);
+  static F scale(const Inputs& in, long j) { return load<F>(in.scale + j * LANES); }
+  static F end(const Inputs& in, I acc, F scale, F sum) {
+    return fused(__builtin_convertvector(acc, F), scale * splat(in.group->worth), sum);
   }
 
 #if MATRIX_UNIT
@@ -108,22 +114,31 @@ template <class T> Group quantise(const T* x, long count, long room, int offset,
   return {top / 127, -OFFSET * total};
 }
 
-Group quantise(const Rows& rows, long row, long from, long count, long room, int offset, uint8_t* out) {
-  long at = row * rows.stride + from;
-  return rows.kind == FLOAT ? quantise((const float*)rows.data + at, count, room, offset, out)
-                            : quantise((const bf16*)rows.data + at, count, room, offset, out);
+// A group of a row of `inputs` numbers to its place in the bytes of the row, which the last group fills up.
+Group quantise(const Rows& rows, long row, long inputs, long group, int offset, uint8_t* bytes) {
+  long from = group * IN_GROUP, at = row * rows.stride + from, left = inputs - from;
+  bool last = left <= IN_GROUP;
+  long count = last ? left : IN_GROUP, room = last ? words_of(inputs, 4) * 4 - from : IN_GROUP;
+  return rows.kind == FLOAT ? quantise((const float*)rows.data + at, count, room, offset, bytes + from)
+                            : quantise((const bf16*)rows.data + at, count, room, offset, bytes + from);
 }
 
 long panel_bytes(long inputs) { return words_of(inputs, 4) * WIDTH * 4; }
 
-// weight [outputs, inputs] -> packed and scale of the part
+// Where the scale of an output and a group lies.
+long scale_at(long output, long group, long groups) {
+  return (output / WIDTH * groups + group) * WIDTH + output % WIDTH;
+}
+
+// weight [outputs, inputs] -> packed and scales of the part
 void pack(const Rows& weight, const WeightsPart& to, long inputs, int threads) {
-  long words = words_of(inputs, 4);
+  long words = words_of(inputs, 4), groups = groups_of(inputs);
   uint8_t* rounded = (uint8_t*)scratch(OF_LINEAR, threads * words * 4);
   together(threads, [&](int thread, int all) {
     uint8_t* row = rounded + thread * words * 4;
     for (long o = thread; o < to.outputs; o += all) {
-      ((float*)to.scale)[o] = quantise(weight, o, 0, inputs, words * 4, OFFSET, row).worth;
+      for (long g = 0; g < groups; g++)
+        ((float*)to.scales)[scale_at(o, g, groups)] = quantise(weight, o, inputs, g, OFFSET, row).worth;
       int32_t* panel = (int32_t*)to.packed + o / WIDTH * words * WIDTH;
       for (long k = 0; k < words; k++) panel[word_at(k, o % WIDTH)] = load<int32_t>(row + k * 4);
     }
@@ -132,8 +147,10 @@ void pack(const Rows& weight, const WeightsPart& to, long inputs, int threads) {
 
 void row_of(const WeightsPart& part, long inputs, long which, bf16* out) {
   const uint8_t* panel = (const uint8_t*)part.packed + which / WIDTH * words_of(inputs, 4) * WIDTH * 4;
-  for (long k = 0; k < inputs; k++)
-    put(out + k, (int8_t)(panel[word_at(k / 4, which % WIDTH) * 4 + k % 4] - OFFSET) * part.scale[which]);
+  for (long k = 0; k < inputs; k++) {
+    float scale = part.scales[scale_at(which, k / IN_GROUP, groups_of(inputs))];
+    put(out + k, (int8_t)(panel[word_at(k / 4, which % WIDTH) * 4 + k % 4] - OFFSET) * scale);
+  }
 }
 
 long room_of(const LinearCall& call) {
@@ -146,24 +163,16 @@ void prepare(const LinearCall& call, void* room, int thread, int all) {
   int32_t* in = (int32_t*)room;
   Group* group = (Group*)(in + call.rows * words);
   for (long i = thread; i < call.rows * groups; i += all) {
-    long row = i / groups, from = i % groups * IN_GROUP, left = inputs - from;
-    bool last = left <= IN_GROUP;
-    uint8_t* out = (uint8_t*)(in + row * words) + from;
-    group[i] = quantise(call.x, row, from, last ? left : IN_GROUP, last ? words * 4 - from : IN_GROUP, 0, out);
+    long row = i / groups;
+    group[i] = quantise(call.x, row, inputs, i % groups, 0, (uint8_t*)(in + row * words));
   }
 }
 
 void multiply_part(const PartProduct& product) {
   const long width = product.call.weights->inputs, words = words_of(width, 4);
   const int32_t* in = (const int32_t*)product.inputs;
-  const Int8::Inputs inputs = {in, words, (const Group*)(in + product.call.rows * words), groups_of(width)};
-  const float* scale = product.part.scale;
-  auto finish = [&](long row, long column, long count, F* sums) {
-    float* v = (float*)sums;
-    for (long i = 0; i < count; i++) v[i] *= scale[column + i];
-    write(product, row, column, count, sums);
-  };
-  multiply<Int8>(product, words, inputs, finish);
+  const Group* group = (const Group*)(in + product.call.rows * words);
+  multiply<Int8>(product, words, {in, words, group, groups_of(width), product.part.scales});
 }
 
 }  // namespace

@@ -29,11 +29,11 @@ constexpr long LINE = 16;                     // words of a cache line
 constexpr long LINES_OF_STEP = WIDTH / LINE;  // of a step's weights
 
 // Op: Word, what the inputs come in, meeting one word of 32 bits of every output's weights; Acc, a register of sums over
-// a group of GROUP words, from begin() to end(), which brings them into floats; step<R, W>(acc, weights, x, stride): the
-// products of one word of R rows with W registers of weights. GROUP 0: a chunk is one group. At every step LINES cache
-// lines of weights `ahead` are fetched; where a chunk is short, what follows it is, evenly over the passes: memory works
-// while they multiply. A single pass reads on and on, which the hardware foresees. Not inlined: GCC then keeps all sums
-// in registers.
+// a group of GROUP words, from begin() to end(), which brings them into floats by the scale(j) of the weights in the
+// panel's register j; step<R, W>(acc, weights, x, stride): the products of one word of R rows with W registers of
+// weights. GROUP 0: a chunk is one group. At every step LINES cache lines of weights `ahead` are fetched; where a chunk
+// is short, what follows it is, evenly over the passes: memory works while they multiply. A single pass reads on and on,
+// which the hardware foresees. Not inlined: GCC then keeps all sums in registers.
 template <class Op, int R, int LINES>
 __attribute__((noinline)) void tile(const int32_t* weights, const int32_t* ahead, const typename Op::Inputs in,
                                     long words, bool first, F (*sums)[WIDTH / LANES]) {
@@ -51,11 +51,13 @@ __attribute__((noinline)) void tile(const int32_t* weights, const int32_t* ahead
         for (int i = 0; i < LINES; i++) __builtin_prefetch(ahead + (k * LINES + i) * LINE, 0, 2);
         Op::template step<R, W>(acc, weights + k * WIDTH + at * LANES, in.x + k, in.stride);
       }
-      for (int r = 0; r < R; r++)
-        for (int j = 0; j < W; j++) {
+      for (int j = 0; j < W; j++) {
+        const F scale = Op::scale(in.from(0, from), at + j);
+        for (int r = 0; r < R; r++) {
           F& sum = sums[r][at + j];
-          sum = Op::end(in.from(r, from), acc[r][j], first && !from ? F{} : sum);
+          sum = Op::end(in.from(r, from), acc[r][j], scale, first && !from ? F{} : sum);
         }
+      }
     }
   }
 }
@@ -135,39 +137,13 @@ struct Bf16 {
     long stride;
 
     Inputs from(long row, long word) const { return {x + row * stride + word, stride}; }
+    Inputs of_panel(long) const { return *this; }
   };
 
   static F begin(const Inputs&, bool first, const F& sum) { return first ? F{} : sum; }
-  static F end(const Inputs&, F acc, F) { return acc; }
+  static F scale(const Inputs&, long) { return F{}; }
+  static F end(const Inputs&, F acc, F, F) { return acc; }
 };
-
-// finish(row, column, count, sums) gets every row's sums for `count` outputs of the part from its `column` on.
-template <class Op, class Finish>
-void multiply(const PartProduct& product, long words, const typename Op::Inputs& in, const Finish& finish) {
-  static_assert(!Op::GROUP || CHUNK % Op::GROUP == 0, "chunks end where groups do");
-  const int32_t* packed = (const int32_t*)product.part.packed;
-  long outputs = product.part.outputs, rows = product.call.rows;
-  if (!rows) return;
-  alignas(64) F sums[BLOCK][WIDTH / LANES];
-  start_tiles(rows < SIDE ? rows : SIDE);
-  long most = LANES != 8 || rows > 1 ? CHUNK : words;  // with AVX2 one row reads nothing twice
-  for (long p = product.next_panel(), then; p >= 0; p = then) {
-    then = product.next_panel();
-    const int32_t *panel = packed + p * words * WIDTH, *other = then < 0 ? nullptr : packed + then * words * WIDTH;
-    for (long row = 0; row < rows; row += BLOCK) {
-      long some = rows - row < BLOCK ? rows - row : BLOCK;
-      for (long k = 0; k < words; k += most) {
-        long length = words - k < most ? words - k : most;
-        const int32_t *chunk = panel + k * WIDTH, *ahead = chunk + length * WIDTH;
-        if (k + length == words) ahead = row + BLOCK < rows ? panel : other;
-        multiply_block<Op>(chunk, ahead, in.from(row, k), row, some, length, k == 0, sums);
-      }
-      long column = p * WIDTH, count = outputs - column < WIDTH ? outputs - column : WIDTH;
-      for (long r = 0; r < some; r++) finish(row + r, column, count, sums[place_of(r, row, some)]);
-    }
-  }
-  stop_tiles();
-}
 
 // `count` bits of a mask, at most 64, from bit `column` on.
 inline uint64_t bits_from(const uint32_t* mask, long column, long count) {
@@ -259,4 +235,32 @@ inline void write(const PartProduct& product, long row, long of_part, long count
   if (count < WIDTH || call.cap || call.best) return write_rarely(call, row, column, count, product.thread, values);
   add_rest(call, row, column, WIDTH, values);
   store_row(call.y, row, column, WIDTH, values);
+}
+
+// Every row times every panel of the part that this thread gets.
+template <class Op> void multiply(const PartProduct& product, long words, const typename Op::Inputs& in) {
+  static_assert(!Op::GROUP || CHUNK % Op::GROUP == 0, "chunks end where groups do");
+  const int32_t* packed = (const int32_t*)product.part.packed;
+  long outputs = product.part.outputs, rows = product.call.rows;
+  if (!rows) return;
+  alignas(64) F sums[BLOCK][WIDTH / LANES];
+  start_tiles(rows < SIDE ? rows : SIDE);
+  long most = LANES != 8 || rows > 1 ? CHUNK : words;  // with AVX2 one row reads nothing twice
+  for (long p = product.next_panel(), then; p >= 0; p = then) {
+    then = product.next_panel();
+    const typename Op::Inputs own = in.of_panel(p);
+    const int32_t *panel = packed + p * words * WIDTH, *other = then < 0 ? nullptr : packed + then * words * WIDTH;
+    for (long row = 0; row < rows; row += BLOCK) {
+      long some = rows - row < BLOCK ? rows - row : BLOCK;
+      for (long k = 0; k < words; k += most) {
+        long length = words - k < most ? words - k : most;
+        const int32_t *chunk = panel + k * WIDTH, *ahead = chunk + length * WIDTH;
+        if (k + length == words) ahead = row + BLOCK < rows ? panel : other;
+        multiply_block<Op>(chunk, ahead, own.from(row, k), row, some, length, k == 0, sums);
+      }
+      long column = p * WIDTH, count = outputs - column < WIDTH ? outputs - column : WIDTH;
+      for (long r = 0; r < some; r++) write(product, row + r, column, count, sums[place_of(r, row, some)]);
+    }
+  }
+  stop_tiles();
 }

@@ -17,23 +17,24 @@ from phasewise.ops.native.room import room
 KIND = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}  # the last: blocks of weights
 FORMS = levels.WEIGHT_FORMS
 WIDTH = 64  # outputs per panel, as in kernels.h
-GROUP = 128  # inputs of a row that share a scale in int8, as in linear8.cpp
+GROUP = 128  # inputs of a row, or of an output's weights, that share a scale in int8, as in linear8.cpp
 SLICE = 16 << 20  # bytes of a weight that are packed at a time
 
 
 class PackedPart(NamedTuple):
-    """Consecutive outputs of a layer in one of `FORMS`: `panels` uint8, and the `scale` of each output in int8."""
+    """Consecutive outputs of a layer in one of `FORMS`: `panels` uint8, and in int8 `scales` float32 [panels, groups,
+    WIDTH], one for each output and group of inputs; outputs that only fill up the last panel have 0."""
 
     form: str
     outputs: int
     inputs: int
     panels: Tensor
-    scale: Tensor | None
+    scales: Tensor | None
     nbytes: int  # of the parameters, however the panels are filled up
 
     @property
     def struct(self) -> WeightsPartStruct:
-        return _struct(self.form, self.panels.data_ptr(), self.scale, self.outputs)
+        return _struct(self.form, self.panels.data_ptr(), self.scales, self.outputs)
 
 
 def pack(weight: Tensor, form: str, done: Callable[[Tensor], None] | None = None) -> PackedPart:
@@ -45,19 +46,20 @@ def pack(weight: Tensor, form: str, done: Callable[[Tensor], None] | None = None
     assert kernels is not None and weight.dtype in KIND and (form == "int8" or weight.dtype == torch.bfloat16)
     outputs, inputs = weight.shape
     panel = kernels.panel_bytes(FORMS.index(form), inputs)
-    panels, scale = room(-(-outputs // WIDTH) * panel), torch.empty(outputs) if form == "int8" else None
+    count, groups = -(-outputs // WIDTH), -(-inputs // GROUP)
+    panels, scales = room(count * panel), torch.zeros(count, groups, WIDTH) if form == "int8" else None
     step = max(SLICE // (inputs * weight.element_size()) // WIDTH, 1) * WIDTH
     for start in range(0, outputs, step):
         some = weight[start : start + step]
         rows = some.contiguous()
         source = RowsStruct(data=rows, stride=inputs, kind=KIND[rows.dtype])
-        at, own = panels.data_ptr() + start // WIDTH * panel, None if scale is None else scale[start:]
+        at, own = panels.data_ptr() + start // WIDTH * panel, None if scales is None else scales[start // WIDTH :]
         target = _struct(form, at, own, len(rows))
         kernels.linear_pack(source.address, target.address, inputs, threads)
         if done is not None:
             done(some)
-    nbytes = outputs * (inputs + 4 if form == "int8" else inputs * 2)
-    return PackedPart(form, outputs, inputs, panels, scale, nbytes)
+    nbytes = outputs * (inputs + 4 * groups if form == "int8" else inputs * 2)
+    return PackedPart(form, outputs, inputs, panels, scales, nbytes)
 
 
 def form_of_blocks(kind: str, *, int8: bool) -> str | None:
@@ -94,8 +96,8 @@ def pack_blocks(
     return PackedPart(form, outputs, inputs, panels, None, outputs * row)
 
 
-def _struct(form: str, panels: int, scale: Tensor | None, outputs: int) -> WeightsPartStruct:
-    return WeightsPartStruct(form=FORMS.index(form), packed=panels, scale=scale, outputs=outputs)
+def _struct(form: str, panels: int, scales: Tensor | None, outputs: int) -> WeightsPartStruct:
+    return WeightsPartStruct(form=FORMS.index(form), packed=panels, scales=scales, outputs=outputs)
 
 
 class PackedWeights:
@@ -104,11 +106,11 @@ class PackedWeights:
     W [out, in] is a weight that is packed in a form, or parts in forms of their own, one after another (`of`).
 
     Sums are taken in one order, so a row's result does not depend on how many rows there are. "bfloat16": the products
-    are of bfloat16 (float32 rows are rounded first) and the sums float32. "int8": weights with one scale per output;
-    rows with one for every `GROUP` of their inputs (the last may have fewer), rounded to 255 levels of the group's
-    largest magnitude; sums exact within a group, and float32 over groups in their order. Forms of few bits have either
-    kind of rows, those in int8 with a scale for every group of the weights (of 32 inputs at least). There must be a
-    `library()`.
+    are of bfloat16 (float32 rows are rounded first) and the sums float32. "int8": a row,
+    and the weights of an output, have one scale for every `GROUP` of inputs (the last may have fewer), and are rounded
+    to 255 levels of the group's largest magnitude; sums exact within a group, and float32 over groups in their order.
+    Forms of few bits have either kind of rows, those in int8 with a scale for every group of the weights (of 32 inputs
+    at least). There must be a `library()`.
     """
 
     __slots__ = (
