@@ -24,7 +24,8 @@ PROMPTS = [
     "import os\nimport sys\n\n\ndef main():\n    for name in os.listdir(sys.argv[1]):\n        print(name)\n\n\ndef",
     "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
 ]
-SHIPPED = ("dflash", "eagle", "fspad", "hidden_transfer", "hydra", "kangaroo", "medusa", "mtp")  # drafters with heads for pocket
+# drafters with heads for pocket
+SHIPPED = ("dflash", "eagle", "fspad", "hidden_transfer", "hydra", "kangaroo", "medusa", "mtp")
 GREEDY = Params(max_tokens=24, ignore_eos=True)
 
 
