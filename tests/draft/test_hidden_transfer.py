@@ -42,6 +42,7 @@ from phasewise.train.heads.target import FrozenTarget
 from phasewise.train.mixture import pad_rows
 from phasewise.verbs.draft import Draft
 from tests import tiny
+from tests.draft.beside_others import GOES_WITH, REFUSED
 from tests.draft.fitted import PROMPTS, N
 from tests.draft.test_eagle import serve
 from tests.draft.test_kangaroo import Watch, layers_run
@@ -366,22 +367,14 @@ def test_whoever_raises_leaves_no_rows_behind(where: str, calls: int, monkeypatc
 
 
 # ---- with other methods
-@pytest.mark.parametrize("verbs", [
-    {"store": "int8"}, {"store": "kivi:group=4,residual=8"}, {"evict": "snapkv:keep=0.5,window=4"},
-    {"attend": "hydragen:rows=16"},
-], ids=str)  # fmt: skip
+@GOES_WITH
 def test_over_methods_that_leave_decode_rows_alone_it_changes_nothing(verbs: dict[str, str]) -> None:
     want = tiny.plain(PROMPTS, tiny.greedy(N), verbs)
     placed = engine(transfer(**verbs))
     assert tiny.outs(tiny.run(placed, PROMPTS, tiny.greedy(N))) == want and placed.counters.accepted > 0
 
 
-@pytest.mark.parametrize(("verbs", "why"), [
-    ({"attend": "quest"}, "chooses what rows read"),
-    ({"evict": "streaming"}, "ranks rows by what all layers"),
-    ({"skip": "unified:speedup=2,weights=none"}, "decides which layers run"),
-    ({"verify": "typical"}, "choose an exact verifier"),
-], ids=str)  # fmt: skip
+@REFUSED
 def test_methods_that_choose_among_rows_or_layers_are_refused(verbs: dict[str, str], why: str) -> None:
     with pytest.raises(UserError, match=why):
         engine(transfer(**verbs))
