@@ -296,6 +296,8 @@ def test_a_second_model_says_what_it_thinks(monkeypatch: pytest.MonkeyPatch) -> 
         ("rasd:base=(rasd:source=(prompt_lookup)),source=(prompt_lookup)", "both hold prompt_lookup"),
         (f"rasd:base=(prompt_lookup),source=({BASE})", "source=draft_model may draw its guesses"),
         ("rasd:base=(token_recycling),source=(prompt_lookup),among=4", "base=token_recycling has none"),
+        ("rasd:base=(hidden_transfer:heads=random:0),source=(prompt_lookup)", "base=hidden_transfer begins to compute"),
+        ("rasd:base=(paced:of=(kangaroo:heads=random:0)),source=(prompt_lookup)", "base=paced begins to compute"),
         ("rasd:base=(draft_model:kk=4)", "draft rasd: base draft_model has no knob 'kk'"),
         ("rasd:source=(nothing)", "unknown draft method 'nothing'"),
     ],

@@ -67,6 +67,11 @@ class RASD(Method):
                 f"rasd: source={_named(self.source)} may draw its guesses: take one that chooses them, such as "
                 "retrieval or prompt_lookup, and make a second model the base"
             )
+        if base.first_layers is not None:
+            raise UserError(
+                f"rasd: base={_named(self.base)} begins to compute the rows of its guesses, and one guess more beside "
+                "them would undo that: use it alone, or take another base, such as draft_model"
+            )
         if self.among and base.companion is None:
             raise UserError(
                 f"rasd: among={self.among} asks what a second model thinks, and base={_named(self.base)} has none: "
