@@ -8,6 +8,9 @@ the loss in nats per token; how much it differs from the reference's; the diverg
 token; and the mean |delta log p| of the text's own tokens. Intervals are normal ones of 95 % over windows; differences
 are paired. A known model that is not here is left out (`phasewise models` shows which are).
 
+`--dtype int8` leaves a file's own levels as they are. `NAME:expanded` is the same model as a checkpoint in bfloat16,
+which has none; it is written to a folder that goes in the end.
+
 `--tasks` adds `phasewise eval` of these rows, on the same examples for each dtype, with Wilson's intervals for shares.
 `against bfloat16`: for answers the share of greedy tokens before the first one that differs from the reference's, for a
 loss the mean difference. Progress goes to stderr.
@@ -16,9 +19,15 @@ loss the mean difference. Progress goes to stderr.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
 
 from phasewise.bench import machine, quality, report
 from phasewise.bench.divergence import WindowScores, compared, loss_table, windows
@@ -30,6 +39,8 @@ from phasewise.errors import UserError, near
 from phasewise.known import shelf
 from phasewise.known.models import KNOWN
 from phasewise.load import dtype_of, files_of, load_model
+
+EXPANDED = ":expanded"
 
 
 @dataclass
@@ -60,7 +71,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in tasks:
         if name not in quality.ALL:
             raise UserError(f"unknown task {name!r}. {near(name, quality.ALL)}")
-    models = [name for name in asked.models.split(",") if here(name)]
+    models = [name for name in asked.models.split(",") if here(name.removesuffix(EXPANDED))]
+    if tasks and any(name.endswith(EXPANDED) for name in models):
+        raise UserError(f"--tasks {asked.tasks}: an expanded model has no tokenizer; leave {EXPANDED} models out")
     print(
         f"{machine.cpu()}, {machine.kernels()}; {asked.windows} windows of {asked.tokens} tokens, seed {asked.seed}\n"
     )
@@ -95,11 +108,24 @@ def here(name: str) -> bool:
 
 # ---- the loss of text
 def read(model: str, dtypes: Sequence[str], asked: argparse.Namespace) -> dict[str, WindowScores]:
-    """All windows, by all dtypes; each model is loaded once per dtype."""
-    texts = windows(files_of(model).tokenizer(), asked.windows, asked.tokens, asked.seed)
-    loaded = {name: load_model(model, dtype=dtype_of(name)) for name in dtypes}
+    """All windows, by all dtypes; the model is loaded once per dtype."""
+    own = model.removesuffix(EXPANDED)
+    texts = windows(files_of(own).tokenizer(), asked.windows, asked.tokens, asked.seed)
+    with tempfile.TemporaryDirectory(prefix="phasewise-expanded-") as room:
+        path = expanded(own, Path(room)) if model.endswith(EXPANDED) else own
+        loaded = {name: load_model(path, dtype=dtype_of(name)) for name in dtypes}
     with counting(model, asked.windows) as tell:
         return compared(loaded, asked.reference, texts, tell)
+
+
+def expanded(model: str, room: Path) -> str:
+    """The folder of a checkpoint in bfloat16 that has all weights of a model."""
+    files = files_of(model)
+    tensors = files.tensors()
+    every = {name: tensors.read(name).to(torch.bfloat16).contiguous() for name in tensors.where}
+    save_file(every, room / "model.safetensors", metadata={"format": "pt"})
+    (room / "config.json").write_text(json.dumps(files.settings().values), encoding="utf-8")
+    return str(room)
 
 
 # ---- the answers to tasks
