@@ -40,7 +40,8 @@ from phasewise.verbs.traits import Traits
 LOADS: dict[str, Callable[[StoredHeads], LastStateHeads]] = {"medusa": MedusaHeads.of, "hydra": HydraHeads.of}
 
 
-NODES, DEPTH = 15, 4  # guesses of a tree, and guesses in a row that heads one after the other were trained for
+NODES, DEPTH = 7, 4  # guesses of a tree (eight rows cost little more than one on a CPU, sixteen twice as much), and
+# guesses in a row that heads one after the other were trained for
 UNROLLED, DRAFT_VOCAB = 60_000, 768  # tokens to learn from where two ways are compared, and tokens that are guessed
 FLAT, COLLAPSED = 0.9, 0.8  # how often a later guess is right over the first: at least if all are alike, else at most
 LOAD = loads.answering("json", "arithmetic", "list", "copy", n=16)

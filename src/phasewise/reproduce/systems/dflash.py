@@ -12,7 +12,7 @@ HOT = sampled.writing(1.0)
 EAGLE = Setting({"draft": f"eagle:{TREE}"}, most=1)
 RIVALS = {
     "EAGLE-3's heads, trained as long on the same texts": EAGLE,
-    "Medusa's heads": Setting({"draft": f"medusa:nodes={BLOCK}"}, most=1),
+    "Medusa's heads, trained as long on the same texts": Setting({"draft": f"medusa:nodes={BLOCK}"}, most=1),
     "as many guesses without training": Setting({"draft": f"token_recycling:nodes={BLOCK}"}, most=1),
 }
 
@@ -37,7 +37,6 @@ SYSTEM = System(
     load=LOAD,
     rivals=RIVALS,
     exact=True,
-    missing=("Medusa's heads trained on the same texts, prompts included: they learned from fewer",),
     counters=(PASSES, verified(BLOCK), guessing(1)),
     savings=(
         Saving("passes per token", passes, "baseline", 1.5),

@@ -129,6 +129,6 @@ SYSTEM = System(
     ),
     timings=TIMINGS,
     note="Both learned 300,000 tokens that pocket wrote and was asked, by the same losses, from true states with the "
-    "same noise. The paper's EAGLE has the same MLP as FSPAD, and so fewer numbers. A tree of 15 guesses, 4 in a row: "
+    "same noise. The paper's EAGLE has the same MLP as FSPAD, and so fewer numbers. A tree of 7 guesses, 4 in a row: "
     "rows cost time on a CPU.",
 )  # fmt: skip

@@ -37,6 +37,6 @@ SYSTEM = System(
                settings={"method": drafting(verify="typical"), "baseline": drafting(verify="match")}),
     ),
     timings=TIMINGS,
-    note="Four heads that share the model's output matrix, and a tree of 15 guesses: rows cost time on a CPU. "
+    note="Four heads that share the model's output matrix, and a tree of 7 guesses: rows cost time on a CPU. "
     "Medusa-2, which tunes the model as well, is not here.",
 )  # fmt: skip

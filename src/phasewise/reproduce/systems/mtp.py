@@ -25,13 +25,12 @@ SYSTEM = System(
     promises=("cost", "time"),
     load=LOAD,
     rivals={
-        "Medusa's first head, trained on as many tokens": Setting({"draft": "medusa:nodes=1"},
-                                                                                    most=1),
-        "Hydra's first head, trained on as many tokens": Setting({"draft": "hydra:nodes=1"}, most=1),
+        "Medusa's first head, trained as long on the same texts": Setting({"draft": "medusa:nodes=1"}, most=1),
+        "Hydra's first head, trained as long on the same texts": Setting({"draft": "hydra:nodes=1"}, most=1),
         "one guess copied from the text": Setting({"draft": "prompt_lookup:k=1"}, most=1),
     },
     exact=True,
-    missing=("a module that was trained with the model", "rivals that learned from the same texts, prompts included"),
+    missing=("a module that was trained with the model",),
     counters=(PASSES, verified(1), guessing(1)),
     savings=(
         Saving("passes per token", passes, "baseline", 1.5),
@@ -41,5 +40,5 @@ SYSTEM = System(
     ),
     timings=TIMINGS,
     note="The module was trained afterwards, with the model frozen. It has one key head and an MLP half as wide as the "
-    "model. The heads that it is held against learned from as many tokens, of fewer texts, and not in their prompts.",
+    "model.",
 )  # fmt: skip
