@@ -64,6 +64,7 @@ def main() -> None:
     from phasewise.load import model_path
     from phasewise.model.source import forget
     from phasewise.model.tokenizer import Tokenizer
+    from phasewise.ops.native.room import give_back_code
 
     tokenizer = Tokenizer.load(model_path(args.model))
     table.step("the tokenizer")
@@ -71,6 +72,8 @@ def main() -> None:
     llm = llm_module.LLM(args.model, dtype=args.dtype)
     forget()
     table.step(f"the model, {llm.model.weight_bytes / 1e6:.0f} MB of weights")
+    give_back_code()
+    table.step("what the start alone has run is given back")
     llm.generate("Once upon a time", max_tokens=args.tokens, ignore_eos=True)
     table.step(f"an answer of {args.tokens} tokens")
     print(f"`python scripts/where_memory_goes.py --model {args.model}`, {cpu()}:\n\n{table.text()}")

@@ -95,11 +95,13 @@ def until_signal(
     app: FastAPI, sock: socket.socket, host: str, policy: ServePolicy, banner: Callable[[str], str]
 ) -> None:
     """Serve an application on a bound socket until SIGINT or SIGTERM; `banner` says what is printed of its address."""
+    from phasewise.ops.native.room import give_back_code
     from phasewise.serve.server import serve
 
     url = address(host, sock, "http" if policy.tls is None else "https")
 
     def ready() -> None:
+        give_back_code()
         if policy.keys is None and not loopback(sock):
             print(f"warning: {OPEN_TO_ALL}", file=sys.stderr, flush=True)
         print(banner(url), flush=True)
