@@ -55,7 +55,7 @@ class Artefact:
 
     @property
     def file(self) -> str:
-        words = (f"{knob}{_short(value).rpartition('/')[2]}" for knob, value in self.knobs.items())
+        words = (f"{knob}{_short(value).rpartition('/')[2].replace(':', '')}" for knob, value in self.knobs.items())
         return "-".join([self.kind, *words]) + ".safetensors"
 
     def command(self, model: str) -> str:

@@ -7,10 +7,11 @@ from math import prod
 
 import torch
 
-from phasewise.methods.decode._second import Rows, config_of
+from phasewise.methods.decode._second import Rows
 from phasewise.methods.decode.kv_prediction import KVPrediction, Maps, Predicting
 from phasewise.model.config import ModelConfig
 from phasewise.model.lowrank import shapes
+from phasewise.model.pruned import pruned
 from phasewise.reproduce import loads
 from phasewise.reproduce.controls import Control, drawn
 from phasewise.reproduce.headroom import SEVERAL
@@ -20,10 +21,13 @@ from phasewise.verbs.host import Host
 from phasewise.verbs.traits import Traits
 
 PROMPT, NEW = 1024, 8
-AUX = KVPrediction().model
-METHOD, ALONE = Setting({"decode": "kv_prediction"}), Setting(model=AUX)
-DRAWN = Setting({"decode": "kv_prediction:weights=random:0"})
-OWN = Setting({"decode": "kv_prediction:model=own:0.5,weights=random:0"})
+OWN = KVPrediction(model="own:0.5")  # every second layer of the model's own reads the prompt
+METHOD = Setting({"decode": "kv_prediction:model=own:0.5"})
+DRAWN = Setting({"decode": "kv_prediction:model=own:0.5,weights=random:0"})
+RIVALS = {
+    "a smaller model": Setting(model="pocket-draft"),
+    "KV predicted from a smaller model": Setting({"decode": "kv_prediction"}),
+}
 CODE = Quality(("code",), allowed=0.05, examples=24, window=512, given=384)
 
 
@@ -41,7 +45,8 @@ def products(config: ModelConfig, aux: ModelConfig, computed: int, predicted: in
 
 
 def work(case: Case, run: PlayedRun) -> int:
-    return products(case.config, config_of(AUX), run.work.prompt_rows, run.work.recalled)
+    aux = pruned(case.config, OWN.kept(case.config.layers))
+    return products(case.config, aux, run.work.prompt_rows, run.work.recalled)
 
 
 @dataclass(frozen=True)
@@ -79,13 +84,13 @@ SYSTEM = System(
                 "70,000 steps of 2M tokens", "an M2 Pro"),
     method=METHOD,
     baseline=Setting(),
-    control=Setting(objects={"decode": PermutedValues(KVPrediction())}),
+    control=Setting(objects={"decode": PermutedValues(OWN)}),
     control_is="the same maps and the same work, but the predicted values of the prompt's rows lie in an order drawn "
     "at random",
     line="the KV predicted from a small model's: better answers than its own for the same work, a faster first token",
     promises=("answers", "cost", "time"),
     load=loads.lone(PROMPT, NEW),
-    missing=("answers with auxiliaries made of the model's own layers, of which none is trained here",),
+    missing=("an auxiliary all weights of which are trained",),
     counters=(
         Counter("rows of the prompt that the model computes", "1",
                 lambda case: case.work.prompt_rows, lambda case: 1),
@@ -93,19 +98,19 @@ SYSTEM = System(
                 lambda case: case.work.recalled, lambda case: loads.prompt_rows(case) - 1),
         Counter("passes of the auxiliary", "one for each 512 of these",
                 lambda case: case.work.draft_forwards, lambda case: -(-(loads.prompt_rows(case) - 1) // 512)),
-        Counter("attentions of the auxiliary that wait for one another, half of the model's own layers",
+        Counter("attentions of the auxiliary that wait for one another",
                 "half as many as the model has, for each 512 rows that are predicted",
                 lambda case: case.work.draft_depth,
-                lambda case: case.config.layers // 2 * -(-(loads.prompt_rows(case) - 1) // 512),
-                load=loads.lone(PROMPT, NEW), who=OWN),
+                lambda case: case.config.layers // 2 * -(-(loads.prompt_rows(case) - 1) // 512)),
     ),
     arithmetic=(KnobRatio("products in linear layers before the first token", work),),
     quality=(
-        replace(CODE, allowed=None, rivals={"the auxiliary": ALONE}),
-        Quality((SEVERAL,), None, 40, temperature=1.0, rivals={"the auxiliary": ALONE}),
+        replace(CODE, allowed=None, rivals=RIVALS),
+        Quality((SEVERAL,), None, 40, temperature=1.0, rivals=RIVALS),
     ),
     timings=(Timing("seconds to the first token of 1,792 tokens (random weights)", 1.5, seconds=loads.per_token,
                     load=loads.lone(1792, 1), settings={"method": DRAWN}),),
-    note="The auxiliary of the pocket model is pocket-draft, of which low-rank weights are trained with the maps: "
-    "`phasewise train artefact decode.kv_prediction`; of its own layers: `decode.kv_prediction:model=own:0.5`.",
+    note="The auxiliary is every second layer of pocket, with low-rank weights that are trained with the maps "
+    "(`phasewise train artefact decode.kv_prediction:model=own:0.5`). The smaller model is pocket-draft, alone and as "
+    "the auxiliary.",
 )  # fmt: skip
