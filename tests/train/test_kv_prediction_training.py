@@ -244,7 +244,7 @@ def test_the_command_trains_what_the_engine_then_finds(
     words = ["train", "artefact", kind, "--model", str(folder(BASE)), "--out", str(tmp_path), "--tokens", "1400"]
     with pytest.raises(SystemExit) as left:
         main(words)
-    path = tmp_path / f"decode.kv_prediction-model{'own:0.5' if own else 'model'}.safetensors"
+    path = tmp_path / f"decode.kv_prediction-model{'own0.5' if own else 'model'}.safetensors"
     assert not left.value.code and str(path) in capsys.readouterr().out and path.is_file()
     assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["step"] == 2
 
