@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from phasewise.request.request import Request
@@ -57,4 +56,4 @@ class PrefixedDrafter(LastStateDrafter):
         return request.id in self._able
 
     def states(self, requests: Sequence[Request]) -> Tensor:
-        return self.companion.model.heads.final(self.companion.root(requests)).to(torch.float32)
+        return self.companion.model.heads.final(self.companion.root(requests)).to(self.dtype)

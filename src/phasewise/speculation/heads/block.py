@@ -6,7 +6,7 @@ Parameters are named as in published checkpoints. Attention is left to the calle
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -226,7 +226,10 @@ class PackedLinear(nn.Module):
         return self.linear(x.reshape(-1, x.shape[-1]))
 
 
-def packed(heads: FeatureHeads) -> FeatureHeads:
+H = TypeVar("H", bound=nn.Module)
+
+
+def packed(heads: H) -> H:
     """The same heads, with linear layers packed where the engine packs its own (`ops/linear.py`): in 16 bits on a
     CPU."""
     for module in [*heads.modules()]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from phasewise.errors import UserError
 from phasewise.model.model import Model
 from phasewise.request.request import Request
+from phasewise.speculation.heads.block import packed
 from phasewise.speculation.heads.folder import CONFIG, StoredHeads, check, locate, read, seed_of
 from phasewise.step.phase import Hidden
 from phasewise.step.span import Span
@@ -75,7 +76,7 @@ class LastStateHeads(nn.Module, ABC):
 
     def logits(self, head: int, state: Tensor, unembed: Callable[[Tensor], Tensor]) -> Tensor:
         """[n, d] -> float32 [n, V]. `unembed`: the product with the model's own output matrix."""
-        return unembed(state) if self.lm_heads is None else self.lm_heads[head](state)
+        return unembed(state) if self.lm_heads is None else self.lm_heads[head](state).float()
 
     def config(self) -> dict[str, Any]:
         """The configuration that describes the module, as it is stored. Kinds add their own."""
@@ -194,7 +195,9 @@ class LastStateDrafter(Drafter):
     """
 
     def __init__(self, host: Host, heads: LastStateHeads, tree: Sequence[RankPath]) -> None:
-        self.model, self.heads, self.name = host.model, heads.to(host.model.device).requires_grad_(False), heads.kind
+        self.model, self.name = host.model, heads.kind
+        self.dtype = torch.bfloat16 if host.model.dtype == torch.bfloat16 else torch.float32  # that the heads run in
+        self.heads = packed(heads.to(host.model.device, self.dtype).requires_grad_(False))
         self.tree = tuple(tree)
         self._upto: dict[int, tuple[RankPath, ...]] = {}  # the tree's paths of at most so many levels
         self._depth = max(map(len, self.tree))
@@ -240,8 +243,8 @@ class LastStateDrafter(Drafter):
         return bool(request.state.get(self.name, (-1, None))[0] == request.known)
 
     def states(self, requests: Sequence[Request]) -> Tensor:
-        """What the heads read of these requests, float32 [n, d]."""
-        return self.model.norm(torch.stack([request.state[self.name][1] for request in requests])).float()
+        """What the heads read of these requests, [n, d] in their dtype."""
+        return self.model.norm(torch.stack([request.state[self.name][1] for request in requests])).to(self.dtype)
 
     def _unembed(self, state: Tensor) -> Tensor:
         return self.model.unembed(state.to(self.model.dtype)).float()
@@ -262,9 +265,10 @@ class LastStateDrafter(Drafter):
         ]
 
     def embedded(self, paths: Sequence[Sequence[int]]) -> Tensor:
-        """Embeddings of roots and what was guessed after them, float32 [paths, tokens, d]; all are equally long."""
+        """Embeddings of roots and what was guessed after them, [paths, tokens, d] in the heads' dtype; all are equally
+        long."""
         ids = torch.tensor(paths, device=self.model.device)
-        return self.model.embed(ids.flatten()).float().view(*ids.shape, -1)
+        return self.model.embed(ids.flatten()).to(self.dtype).view(*ids.shape, -1)
 
     def _level_by_level(self, h: Tensor, asked: Sequence[_Asked]) -> list[dict[RankPath, int]]:
         """The token of every path: the head reads the tokens of the path before it."""
