@@ -25,7 +25,7 @@ def prompt_tokens(model: Model, heads: str) -> tuple[PromptTokens, list[list[flo
     before it were. `heads`: auto, a folder, or random:SEED. Raises UserError naming what does not fit, or Untrained."""
     seed = seed_of(heads)
     if seed is not None:
-        made = usual_prompts(model)
+        made = usual_prompts(model).to(model.device)
         random_prompts(made, model, seed)
         return made, [[*UNMEASURED] for _ in range(made.depth)]
     stored = read(locate(model, (KIND,), heads))
@@ -54,7 +54,7 @@ def random_prompts(made: PromptTokens, model: Model, seed: int) -> None:
     some = model.embed(torch.arange(min(model.config.vocab, 1024), device=model.device)).float()
     with torch.no_grad():
         drawn = torch.randn(made.embeddings.shape, generator=generator)
-        made.embeddings.copy_(drawn * float(some.std()))
+        made.embeddings.copy_(drawn.to(some.device) * some.std())
 
 
 # ---- writing
