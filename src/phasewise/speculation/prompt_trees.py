@@ -1,5 +1,5 @@
-"""Trees of guesses whose nodes have prompt tokens behind them: which ones, by how often guesses are right (PPD's
-dynamic sparse trees, arXiv 2405.18628).
+"""Trees of guesses whose nodes have prompt tokens behind them: which ones, by how often guesses are right (the
+dynamic sparse trees of arXiv 2405.18628).
 
 A pass over a tree makes the guesses of the next one, behind the node that is accepted last: as deep as that has prompt
 tokens. So passes are a Markov chain of which the states are these numbers, with a tree for each.
