@@ -40,6 +40,7 @@ DRAFTS = {
     "own KV": "swift:steps=4,confidence=0.1,branches=2,window=6,bayes=3",
     "first layers": "kangaroo:heads=random:0,depth=4,stop=0",
     "pseudo rows": "hidden_transfer:heads=random:0,nodes=4,depth=2",
+    "given rows": "ppd:heads=random:0,rows=11,depth=2",
 }
 TEXTS = tiny.prompts(90, 70, 33, seed=2)
 SAMPLED = Params(max_tokens=N, ignore_eos=True, temperature=0.7, seed=3)

@@ -154,6 +154,7 @@ TOGETHER = [  # what a rule might wrongly forbid
     ("store.cachegen", "attend.quest"), ("attend.token_select", "decode.block_diffusion"),
     ("draft.kangaroo", "evict.snapkv"), ("draft.kangaroo", "attend.hydragen"), ("draft.kangaroo", "store.kivi"),
     ("draft.hidden_transfer", "evict.snapkv"), ("draft.hidden_transfer", "store.kivi"),
+    ("draft.ppd", "attend.quest"), ("draft.ppd", "evict.h2o"), ("draft.ppd", "skip.unified"),
 ]  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from phasewise.speculation.heads.hidden_transfer_layout import transfer_maps
 from phasewise.speculation.heads.hydra import HydraHeads, HydraShape
 from phasewise.speculation.heads.last_state import RankPath, random_weights
 from phasewise.speculation.heads.layouts import feature_heads
+from phasewise.speculation.heads.ppd_layout import prompt_tokens
 from phasewise.train.heads.kinds import KINDS
 from phasewise.train.heads.target import FrozenTarget
 from phasewise.train.mixture import pad_rows
@@ -101,6 +102,23 @@ def test_maps_between_layers_are_widened_as_rows_are_repeated(tmp_path: Path) ->
     for its, at in ((target, "heads"), (wide, "wide")):
         maps, _ = transfer_maps(its.model, str(tmp_path / at))
         said.append(torch.cat([*kind.guesses(maps, its, its.see(block, kind.taps(maps)))]))
+    torch.testing.assert_close(said[1], said[0], atol=2e-3, rtol=1e-3)
+    assert float(said[0].detach().std()) > 0.3
+
+
+def test_embeddings_are_widened_as_the_models_own(tmp_path: Path) -> None:
+    """Random prompt tokens over the tiny model and its widened twin: what is said after them is the same."""
+    widen(files_of(str(tiny.checkpoint())), tmp_path / "model", 4)
+    kind, target = KINDS["ppd"], FrozenTarget(str(tiny.checkpoint()))
+    wide = FrozenTarget(str(tmp_path / "model"))
+    made, _ = prompt_tokens(target.model, "random:1")
+    folder.write(tmp_path / "heads", kind.config(made, target), kind.tensors(made))
+    widen_heads(tmp_path / "heads", tmp_path / "wide", wide.fingerprint, 4)
+    block = pad_rows([[(tiny.prompts(9)[0], False), (tiny.prompts(12)[0], True)]], 0)
+    said = []
+    for its, at in ((target, "heads"), (wide, "wide")):
+        rows, _ = prompt_tokens(its.model, str(tmp_path / at))
+        said.append(torch.cat([*kind.guesses(rows, its, its.see(block, kind.taps(rows)))]))
     torch.testing.assert_close(said[1], said[0], atol=2e-3, rtol=1e-3)
     assert float(said[0].detach().std()) > 0.3
 

@@ -236,11 +236,11 @@ class _Cut(Exception):
     pass
 
 
-@pytest.mark.parametrize("kind", ["medusa", "fspad"])
+@pytest.mark.parametrize("kind", ["medusa", "fspad", "ppd"])
 def test_a_run_that_was_cut_goes_on_to_the_same_bits(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of medusa, and of fspad, whose states have noise."""
+    """Of medusa, of fspad, whose states have noise, and of ppd, which learns through the model."""
     whole, cut, seen = tmp_path / "whole", tmp_path / "cut", list[int]()
     train(job(whole, kind), silent)
     real = run.heads_loss

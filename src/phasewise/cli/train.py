@@ -159,8 +159,8 @@ def heads(
         str,
         typer.Argument(
             metavar="KIND",
-            help="medusa, hydra, hydra_plus, eagle1, eagle3, fspad, mtp, dflash, kangaroo, hidden_transfer. "
-            "Without one: the list.",
+            help="medusa, hydra, hydra_plus, eagle1, eagle3, fspad, mtp, dflash, kangaroo, hidden_transfer, "
+            "ppd. Without one: the list.",
         ),
     ] = "",
     target: Annotated[

@@ -21,6 +21,7 @@ from phasewise.model.parse import parse_config
 from phasewise.speculation.heads import folder, layouts
 from phasewise.speculation.heads.hidden_transfer import TransferMaps
 from phasewise.speculation.heads.layers import LAYER
+from phasewise.speculation.heads.ppd import PromptTokens
 from phasewise.train.heads.kinds import KINDS
 
 FACES_TOKENS = ("lm_head", "d2t", "t2d")  # beginnings of tensors whose first dimension is a vocabulary
@@ -69,9 +70,9 @@ def widen_heads(source: Path, target: Path, base: str, factor: int) -> None:
             config["target_hidden_size"] *= factor
         tensors = {name: _of_block(name, tensor, BLOCKS[kind], factor) for name, tensor in stored.tensors.items()}
     else:
-        width, between = config["hidden_size"], kind == TransferMaps.kind
+        width, others = config["hidden_size"], {TransferMaps.kind: _of_layer, PromptTokens.kind: _of_embeddings}
         config["hidden_size"] = width * factor
-        widened = _of_layer if between else partial(_of_state, width=width)
+        widened = others.get(kind, partial(_of_state, width=width))
         tensors = {name: widened(tensor, factor=factor) for name, tensor in stored.tensors.items()}
     folder.write(target, config, tensors)
 
@@ -79,6 +80,11 @@ def widen_heads(source: Path, target: Path, base: str, factor: int) -> None:
 def _of_layer(tensor: Tensor, factor: int) -> Tensor:
     """A map from rows between layers, which the model repeats, to such rows: it reads them once, and repeats."""
     return _padded(tensor, 1, 1, factor).repeat(factor, 1)
+
+
+def _of_embeddings(tensor: Tensor, factor: int) -> Tensor:
+    """Rows that enter the first layer [n, width], which the model repeats."""
+    return tensor.repeat(1, factor)
 
 
 def _of_state(tensor: Tensor, width: int, factor: int) -> Tensor:

@@ -187,10 +187,18 @@ class Speculation(Decode):
                 if draft is not None and draft.tokens and most > 0:
                     assert draft.q is None or self.matches == "all" or self.whole(requests[i]), "drawn after all"
                     tree = draft.prune(headroom(requests[i])).cut(most)
-                    spans[i] = draft_span(requests[i], tree, phase, self.host.model.device)
+                    spans[i] = self._entering(draft_span(requests[i], tree, phase, self.host.model.device), tree)
                 else:
                     spans[i] = slice_span(requests[i], 1, phase)
         return told(self.host, [span for span in spans if span is not None])
+
+    def _entering(self, span: Span, draft: Draft) -> Span:
+        """The span of a draft, with the rows of its nodes that bring some (`Draft.given`)."""
+        if draft.given is not None:
+            model, tokens = self.host.model, span.tokens[: span.rows - draft.ask]
+            embedded = model.embed(torch.tensor(tokens, device=model.device))
+            span.given = span.hidden = torch.cat((embedded, draft.given.to(embedded.dtype)))
+        return span
 
     def _unguessed(self, request: Request, budget: int, phase: Phase) -> Span | None:
         """The span of a request for which nothing is guessed now; None: the drafter is asked."""

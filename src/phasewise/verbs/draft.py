@@ -36,6 +36,7 @@ class Draft:
     `thoughts`: by path, what the drafter held likely to follow it, float32 [V], drawn from or not; after the pending
     token alone unless more is wanted (`Drafter.think`).
     The last `ask` nodes are no guesses: what the model says there is for the drafter, never judged and never kept.
+    `given` [ask, d]: the rows with which these enter the first layer, in place of embedded tokens.
     `likely`: how likely the drafter takes each node to be right where its parent is; None: it does not say. Whoever
     counts what was right counts equal ones together (speculation/planner.py).
     """
@@ -47,6 +48,7 @@ class Draft:
     thoughts: Mapping[tuple[int, ...], Tensor] | None = None
     ask: int = 0
     likely: list[float] | None = None
+    given: Tensor | None = None
 
     @classmethod
     def chain(cls, tokens: Sequence[int], drawn: Drawn = "point", q: Tensor | None = None) -> Draft:
@@ -113,7 +115,8 @@ class Draft:
         q = None if self.q is None else self.q[:nodes]
         ask = max(0, self.ask - (len(self.tokens) - nodes))
         likely = None if self.likely is None else self.likely[:nodes]
-        return Draft(self.tokens[:nodes], self.parents[:nodes], self.drawn, q, self.thoughts, ask, likely)
+        given = None if self.given is None else self.given[:ask]
+        return Draft(self.tokens[:nodes], self.parents[:nodes], self.drawn, q, self.thoughts, ask, likely, given)
 
     def prune(self, levels: int) -> Draft:
         """The nodes at most `levels` tokens after the pending one."""
@@ -126,9 +129,19 @@ class Draft:
         new = {-1: -1} | {node: i for i, node in enumerate(kept)}
         q = None if self.q is None else self.q[kept]
         tokens, parents = [self.tokens[n] for n in kept], [new[self.parents[n]] for n in kept]
-        ask = sum(node >= len(self.tokens) - self.ask for node in kept)
+        first = len(self.tokens) - self.ask
+        asking = [node - first for node in kept if node >= first]
         likely = None if self.likely is None else [self.likely[n] for n in kept]
-        return Draft(tokens, parents, self.drawn, q, self.thoughts, ask, likely)
+        given = None if self.given is None else self.given[asking]
+        return Draft(tokens, parents, self.drawn, q, self.thoughts, len(asking), likely, given)
+
+    def asking(self, node: int) -> range:
+        """The nodes that ask below a guess (-1: below the pending token), each the child of the one before."""
+        total, first = len(self.tokens), len(self.tokens) - self.ask
+        start = stop = next((i for i in range(first, total) if self.parents[i] == node), total)
+        while stop < total and self.parents[stop] == (node if stop == start else stop - 1):
+            stop += 1
+        return range(start, stop)
 
 
 class Drafter(ABC):

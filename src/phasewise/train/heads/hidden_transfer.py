@@ -1,8 +1,7 @@
 """Hidden Transfer's maps as they are trained: pseudo rows behind the positions of a text, through the model's own
 frozen layers (arXiv 2404.12022).
 
-The pseudo rows of position t read the keys and values that the model's layers have of the text up to t, and one
-another's, as they do in a draft. Gradients pass through those layers to the maps alone. The paper's abstract names no
+They run as `pseudo_rows.py` says. Gradients pass through those layers to the maps alone. The paper's abstract names no
 loss; as for all heads here, a map learns the model's own distribution where its token stands.
 """
 
@@ -16,10 +15,10 @@ import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
-from phasewise.model.model import Model
 from phasewise.speculation.heads.hidden_transfer import TransferMaps
 from phasewise.speculation.heads.hidden_transfer_layout import transfer_settings, usual_maps
 from phasewise.train.dense import TokenBlock
+from phasewise.train.heads.pseudo_rows import chosen, pseudo_logits
 from phasewise.train.heads.target import FrozenTarget, SeenBlock
 
 
@@ -51,63 +50,11 @@ class TransferKind:
 
     def guesses(self, module: TransferMaps, target: FrozenTarget, seen: SeenBlock) -> Iterator[Tensor]:
         """Logits of each map in turn, [n, V], where it is learned."""
-        chosen, model = slice(seen.first, None, seen.every), target.model
-        rows = module(seen.taps[module.layer - 1][:, chosen])  # [rows, chosen, maps, d]
-        context = _PseudoRows(model, seen, chosen, module.depth)
-        x = rows.flatten(0, 2)
-        for layer in range(module.layer, module.layers):
-            x = model.layer(layer, x, context)
-        said, cap = model.norm(x).view(rows.shape), model.config.logit_softcap
-        for head in range(module.depth):
-            wanted = seen.wanted(head)[:, chosen]
-            logits = target.unembed(said[:, : wanted.shape[1], head][wanted])
-            yield logits if cap is None else (logits / cap).tanh() * cap
+        rows = module(seen.taps[module.layer - 1][:, chosen(seen)])  # [texts, chosen, maps, d]
+        return pseudo_logits(target, seen, rows, module.layer)
 
     def config(self, module: TransferMaps, target: FrozenTarget) -> dict[str, Any]:
         return transfer_settings(module, target.model)
 
     def tensors(self, module: TransferMaps) -> dict[str, Tensor]:
         return module.state_dict()
-
-
-class _PseudoRows:
-    """What the model's layers ask (`LayerContext`) for the pseudo rows of some positions of a text: each reads the text
-    up to its position t, and the pseudo rows of t up to itself."""
-
-    def __init__(self, model: Model, seen: SeenBlock, chosen: slice, maps: int) -> None:
-        self.model, self.seen, self.maps = model, seen, maps
-        positions = seen.block.positions
-        places = torch.arange(positions.shape[1], device=positions.device)
-        own = positions[:, chosen, None] + 1 + torch.arange(maps, device=positions.device)  # [rows, chosen, maps]
-        self.shape, end = own.shape, int(own.max()) + 1
-        self.rotary, self.text = model.rotary(own.flatten(), end), model.rotary(positions.flatten(), end)
-        self.later = places > places[chosen, None]  # [chosen, length]
-        self.distance = places[chosen, None, None] + 1 + torch.arange(maps, device=places.device)[:, None] - places
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [T, Hq, D], k and v [T, H, D] of all pseudo rows -> [T, Hq, D]."""
-        spec, groups = self.model.config.attention[layer], q.shape[1] // k.shape[1]
-        q, k, v = (each.view(*self.shape, *each.shape[1:]) for each in (q, k, v))
-        keys, values = self._of_text(layer)
-        keys, values, k, v = (each.repeat_interleave(groups, -2) for each in (keys, values, k, v))
-        hidden = self.later[:, None] if spec.window is None else self.later[:, None] | (self.distance >= spec.window)
-        later = torch.ones(self.maps, self.maps, dtype=torch.bool, device=q.device).triu_(1)
-        unseen = torch.cat((hidden.expand(-1, self.maps, -1), later.expand(len(hidden), -1, -1)), -1)
-        before, own = torch.einsum("rtmhd,rshd->rhtms", q, keys), torch.einsum("rtmhd,rtnhd->rhtmn", q, k)
-        scores = torch.cat((before, own), -1) * spec.scale
-        if spec.softcap is not None:
-            scores = (scores / spec.softcap).tanh() * spec.softcap
-        scores = scores.masked_fill(unseen, float("-inf"))
-        text, pseudo = scores.softmax(-1).split_with_sizes((keys.shape[1], self.maps), -1)
-        out = torch.einsum("rhtms,rshd->rtmhd", text, values) + torch.einsum("rhtmn,rtnhd->rtmhd", pseudo, v)
-        return out.flatten(0, 2)
-
-    @torch.no_grad()
-    def _of_text(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [rows, length, H, D] that a layer has of the text."""
-        rows = self.seen.taps[layer - 1]
-        _, k, v = self.model.layers[layer].project(rows.flatten(0, 1), self.text)
-        return k.view(*rows.shape[:2], *k.shape[1:]), v.reshape(*rows.shape[:2], *v.shape[1:])
-
-    def count(self, counter: str, n: int) -> None:
-        """Counts nothing."""

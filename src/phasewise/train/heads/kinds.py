@@ -15,6 +15,7 @@ from phasewise.train.heads.exit import ExitKind
 from phasewise.train.heads.feature import FeatureKind
 from phasewise.train.heads.hidden_transfer import TransferKind
 from phasewise.train.heads.last_state import HydraKind, HydraPlusKind, MedusaKind
+from phasewise.train.heads.ppd import PromptKind
 from phasewise.train.heads.target import FrozenTarget, SeenBlock
 
 
@@ -75,6 +76,7 @@ KINDS: dict[str, HeadsKind] = {
     "kangaroo": ExitKind(),
     "medusa": MedusaKind(),
     "mtp": FeatureKind("mtp"),
+    "ppd": PromptKind(),
 }
 
 

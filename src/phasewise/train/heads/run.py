@@ -2,7 +2,8 @@
 
 The model is frozen. Each depth learns the model's whole distribution where the token it guesses stands (soft
 cross-entropy), in what the model wrote and in the prompts before, whose rows are computed anyway; depth i counts 0.8^i
-as much as the first. Some kinds learn the first depth alone, and to pass on the model's states (`aligned.py`).
+as much as the first. Some kinds learn the first depth alone, and to pass on the model's states (`aligned.py`); one
+learns only where the text is the model's greedy continuation (`ppd.py`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from phasewise.train.heads import acceptance
 from phasewise.train.heads.acceptance import Acceptance
 from phasewise.train.heads.aligned import FEATURE, LOGITS, AlignedKind
 from phasewise.train.heads.kinds import HeadsKind, kind_of
+from phasewise.train.heads.ppd import PromptKind
 from phasewise.train.heads.target import FrozenTarget, SeenBlock
 from phasewise.train.heads.text import Bar, TextJob, write
 from phasewise.train.mixture import Stage, pad_rows
@@ -160,6 +162,8 @@ def heads_loss(
     counts: list[int] = []
     for block in blocks:
         seen = target.see(block, kind.taps(module)).thinned(kind.every)
+        if isinstance(kind, PromptKind):
+            seen = target.greedy(seen)
         said = said_by_the_model(target, seen, kind.vocabulary(module))
         for head, logits in enumerate(islice(kind.guesses(module, target, seen), learned)):
             loss = F.cross_entropy(logits, said(head), reduction="sum")

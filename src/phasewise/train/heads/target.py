@@ -28,7 +28,8 @@ class SeenBlock:
 
     Head i, from 0 on, reads the state at position t, guesses the token at t + 2 + i, and is learned where that token is
     (`wanted`). Padding is behind everything that is learned. With `every` above 1 only one position of so many is, from
-    `first` on.
+    `first` on. `own` bool [rows, length]: whether the next token is the one that the model holds likeliest; if it is
+    given, a head is learned only where the text between its state and its token goes on so.
     """
 
     block: TokenBlock
@@ -36,6 +37,7 @@ class SeenBlock:
     taps: dict[int, Tensor] = field(default_factory=dict)
     every: int = 1
     first: int = 0
+    own: Tensor | None = None
 
     def wanted(self, head: int) -> Tensor:
         """bool [rows, length - 1 - head]: the positions t at which the head's token is one that is learned."""
@@ -43,6 +45,9 @@ class SeenBlock:
         if self.every > 1:
             places = torch.arange(learned.shape[1], device=learned.device)
             learned &= (places - self.first) % self.every == 0
+        if self.own is not None:
+            for ahead in range(head + 1):
+                learned &= self.own[:, ahead : ahead + learned.shape[1]]
         return learned
 
     def thinned(self, every: int) -> SeenBlock:
@@ -100,6 +105,15 @@ class FrozenTarget:
             if layer in taps:
                 kept[layer] = x.float().view(rows, length, -1)
         return SeenBlock(block, self.model.norm(x).float().view(rows, length, -1), kept)
+
+    @torch.no_grad()
+    def greedy(self, seen: SeenBlock) -> SeenBlock:
+        """The same block, learned along the model's own greedy continuations: of every beginning of its texts, as far
+        as the text is that."""
+        told = seen.block.targets >= 0
+        own = torch.zeros_like(told)
+        own[told] = self.unembed(seen.h[told]).argmax(-1) == seen.block.targets[told]
+        return replace(seen, own=own)
 
     @torch.no_grad()
     def log_chances(self, states: Tensor) -> Tensor:
