@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from phasewise.methods.verify.judge import Judge
 from phasewise.model import artefacts
 from phasewise.request.params import Params
 from phasewise.train import completions
-from phasewise.train.artefacts import verify_judge
+from phasewise.train.artefacts import ArtefactJob, verify_judge
 from phasewise.train.completions import Completion
 from phasewise.train.logistic import area, border, fitted
 from phasewise.train.mining import MinedLabels, MinedToken, MiningQuestion, mine
@@ -158,6 +159,19 @@ def test_what_was_mined_goes_on_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "mined.jsonl").write_text("{}\n")
     with pytest.raises(UserError, match="--resume"):
         MinedLabels.read(tmp_path / "mined.jsonl", settings)
+
+
+def test_a_run_that_goes_on_mines_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two questions are too few to learn from, which is said once they are mined, and again without mining."""
+    job = ArtefactJob("pocket", tmp_path, tokens=2 * verify_judge.ROOM)
+    with pytest.raises(UserError, match="guesses to learn from"):
+        verify_judge.train(Judge(), job)
+    before = (tmp_path / verify_judge.KEPT).read_text()
+    assert json.loads(before.partition("\n")[0])["done"] == 2
+    monkeypatch.delattr(verify_judge, "mine")
+    with pytest.raises(UserError, match="guesses to learn from"):
+        verify_judge.train(Judge(), replace(job, resume=True))
+    assert (tmp_path / verify_judge.KEPT).read_text() == before
 
 
 def test_states_are_those_of_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:

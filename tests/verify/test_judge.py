@@ -11,13 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from phasewise.builder import Builder
-from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
 from phasewise.methods.verify.judge import Judge, JudgeVerifier, odds
 from phasewise.methods.verify.rejection import Rejection
 from phasewise.model import artefacts
-from phasewise.options import parse
+from phasewise.options import parse, refuse_lossy
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.verbs.draft import Draft
@@ -204,9 +202,9 @@ def normed_states(tokens: list[int]) -> Tensor:
 
 
 def test_it_is_lossy_and_exact_refuses_it() -> None:
-    with pytest.raises(UserError, match="judge"):
-        Builder(tiny.model(), parse({"draft": DRAFT, "verify": HALF}), Limits(kv_bytes=64 << 20, exact=True),
-                load=tiny.load).build()  # fmt: skip
+    with pytest.raises(UserError, match=r"leave out --verify judge \(or say judge:threshold=1\.0\)"):
+        refuse_lossy({"": parse({"draft": DRAFT, "verify": HALF})})
+    refuse_lossy({"": parse({"draft": DRAFT, "verify": "judge:threshold=1"})})
 
 
 def test_what_is_missing_or_wrong_is_named(tmp_path: Any) -> None:
