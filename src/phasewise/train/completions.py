@@ -63,9 +63,10 @@ def completions(evaluation: bool) -> tuple[Completion, ...]:
 
 
 def drawn(count: int, seed: int, evaluation: bool) -> list[Completion]:
-    """So many of a part, or all: the same ones for the same seed."""
-    every = completions(evaluation)
-    return Random(f"{seed} completions {evaluation}").sample(every, min(count, len(every)))
+    """So many of a part, or all: for the same seed, the same ones first."""
+    every = list(completions(evaluation))
+    Random(f"{seed} completions {evaluation}").shuffle(every)
+    return every[:count]
 
 
 def _beginnings(text: str) -> Iterator[str]:

@@ -31,7 +31,7 @@ from phasewise.train.mining import MinedLabels, MinedToken, MiningQuestion, mine
 from phasewise.train.trainer import bar
 
 KEPT = "mined.jsonl"
-TOKENS = 24_000  # of the target's first answers
+TOKENS = 20_000  # of the target's first answers
 ROOM, JUDGED = 32, 24  # tokens of an answer, and those at which guesses are judged: what is wrong later is cut off
 TOGETHER = 50  # questions at a time, after each of which labels are saved
 AT_ONCE = 32  # texts of a pass of the draft
