@@ -106,6 +106,7 @@ ORDINARY = {
     "all", "none",  # words
     "dense", "match", "slab", "standard",  # models, regular expressions, memory and libraries are such as well
     "int8", "slo", "transfer", "power",  # types of weights, targets of requests, what carries KV, of two and in watts
+    "judge",  # of answers, too
 }  # fmt: skip
 
 

@@ -85,7 +85,10 @@ def test_drafts_change_no_token(draft: str, how: dict[str, Any]) -> None:
     assert drafted.counters.drafted > drafted.counters.accepted or draft == "paced"
 
 
-@pytest.mark.parametrize("verify", ["rejection", "k_seq", "top_beta:beta=64,tau=100", "transfer:eta=40"])
+@pytest.mark.parametrize(
+    "verify",
+    ["rejection", "k_seq", "top_beta:beta=64,tau=100", "transfer:eta=40", "judge:weights=random:0,threshold=0"],
+)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_no_verifier_accepts_what_is_forbidden(verify: str, temperature: float) -> None:
     draft = f"draft_model:model={model().files.path},k=3,branches=2"
