@@ -13,6 +13,7 @@ from phasewise.errors import UserError, near
 from phasewise.spelling import parse_value, read
 
 BITS = {"int4": 4, "int8": 8}
+MADE_ONCE = ("lq",)  # forms that only `phasewise convert weights` makes (`lq.py`)
 SHORTEST = 32  # inputs of a group: kernels have no block of fewer
 
 
@@ -63,6 +64,9 @@ class Calibration:
 def parse_form(text: str, option: str = "--weights") -> tuple[WeightsForm, Calibration]:
     """What `int4:group=64,calibrate=gptq` asks for. Raises UserError naming the value that is wrong, and the fix."""
     spelled = read(text, option)
+    if spelled.name in MADE_ONCE:
+        raise UserError(f"{option} {text}: {spelled.name} is not made while a model is loaded. Make it once, with "
+                        f"`phasewise convert weights MODEL OUT --weights {text}`, and load OUT")  # fmt: skip
     if spelled.name not in BITS:
         raise UserError(f"{option} {text}: no form of weights is called {spelled.name!r}. "
                         f"{near(spelled.name, BITS)} As in int4:group=64.")  # fmt: skip
