@@ -11,7 +11,6 @@ config.json says of kinds and matrices:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +62,7 @@ def parse_lq(text: str, option: str = "--weights") -> LQForm | None:
     for knob in ("rank", "finetune"):
         if getattr(form, knob) < 0:
             raise UserError(f"{option} {text}: {knob}={getattr(form, knob)} is below 0")
-    if not math.isfinite(form.bits) or form.bits <= 0:
+    if form.bits <= 0:
         raise UserError(f"{option} {text}: bits={form.bits:g} must be a positive number, such as 5")
     if form.finetune and not form.rank:
         raise UserError(
@@ -152,6 +151,7 @@ class LowRankQuantised(QuantisedTensors[LQMatrix]):
                                        f"of {kind} ({size} bytes) or not as many as those beside it")  # fmt: skip
             if not finite(raw.numpy(), kind):
                 raise self._wrong(key, f"{name}{BLOCKS} has scales that are not finite")
+            self.checkpoint.let_go(raw)
         rows, inputs = sum(map(len, blocks)), blocks[0].shape[1] // size * KINDS[kind].inputs
         pair = self._pair(key, names, rows, inputs) if any(name in self.checkpoint.where for name in names) else None
         at = 0

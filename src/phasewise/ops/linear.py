@@ -81,8 +81,8 @@ class Linear:
         return self._form(x, add)
 
     def with_pair(self, down: Tensor, up: Tensor) -> Linear:
-        """The layer W + up down, which keeps the pair beside W: `down` [rank, in] and `up` [out, rank] have the dtype and
-        the device of its rows."""
+        """The layer W + up down, which keeps the pair beside W: `down` [rank, in] and `up` [out, rank] have the dtype
+        and the device of its rows."""
         made = type(self).__new__(type(self))
         form = Beside(self, Linear(down), Linear(up))
         made.outputs, made.inputs, made._form = self.outputs, self.inputs, form
@@ -129,8 +129,8 @@ class Gathered:
 
 
 class Beside:
-    """A layer with a low-rank pair beside its weight: W x + bias (+ add) is rounded to the rows' dtype, and so is down x
-    before up (down x) is added. Native steps do the same (`Stage::tune` of stage.h)."""
+    """A layer with a low-rank pair beside its weight: W x + bias (+ add) is rounded to the rows' dtype, and so is down
+    x before up (down x) is added. Native steps do the same (`Stage::tune` of stage.h)."""
 
     def __init__(self, base: Linear, down: Linear, up: Linear) -> None:
         self.base, self.down, self.up = base, down, up

@@ -1,8 +1,8 @@
 """LQ-LoRA (arXiv 2311.12023): a matrix A as Q + L1 L2, few bits and low rank, and which kind of bits each one gets.
 
-Q and the pair are found in turns: L1 L2 is the best matrix of its rank for A - Q, then Q holds what the pair has left of
-A. The squared error falls for some rounds and rises in the end; the round before is kept. With mean squared gradients F
-of A the pair is chosen under the weights that rows and columns of F have on average, and the error is that under F.
+Q and the pair are found in turns: L1 L2 is the best matrix of its rank for A - Q, then Q holds what the pair has left
+of A. The squared error falls for some rounds and rises in the end; the round before is kept. Where there are squared
+gradients F of A, the pair is chosen under the means of F's rows and columns, and the error is weighed by F.
 Kinds are chosen for all matrices together: the least sum of errors whose sizes keep to a budget, which is a knapsack
 of which one item is taken from each class.
 """

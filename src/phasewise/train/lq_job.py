@@ -49,7 +49,7 @@ from phasewise.train.trainer import TrainingRun
 EXAMPLES = 32  # texts whose gradients are squared, one at a time
 TRIAL = 1  # rounds by which kinds are compared
 STEP_TEXTS = 4  # of a step of fine-tuning
-RATE = 1e-3  # of pairs, falling to 0
+RATE = 2e-3  # of pairs, falling to 0
 SAVED = 10  # steps between two checkpoints
 SETTINGS, ERRORS, FISHER, TUNED = "settings.json", "errors", "fisher.safetensors", "tuned.safetensors"
 Pairs = dict[str, LowRankPair]
@@ -59,7 +59,8 @@ Pairs = dict[str, LowRankPair]
 class LQJob:
     """One conversion into the folder `out`. `tokens`: of the texts for gradients; those are library source that no
     evaluation sees, or of the file `text`. `start`: which pairs there are at first, those of the method, or for
-    comparison others (`lq.from_zero`, `lq.by_chance`)."""
+    comparison others (`lq.from_zero`, `lq.by_chance`). `gradients`: a file of squared gradients that
+    conversions of one model share, with the same texts; it is made where it is missing."""
 
     model: str
     out: Path
@@ -69,6 +70,7 @@ class LQJob:
     seed: int = 0
     resume: bool = False
     start: Literal["split", "zero", "random"] = "split"
+    gradients: Path | None = None
 
     @property
     def aside(self) -> Path:
@@ -97,11 +99,14 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Converted:
-    """What came out: the error of every layer's weights, the kinds, and the best choice of one kind for all of them."""
+    """What came out: how far every layer's weights are off; the kinds, and the best choice of one kind for all, with
+    the errors by which they were compared; and the squared error of what is written, under the gradients where these
+    are taken, before pairs learn."""
 
     errors: list[LinearError]
     choice: Choice
     same: Choice | None
+    error: float
     bits: float  # of a weight, the pairs among them
 
 
@@ -194,7 +199,8 @@ class _Run:
             self._write(choice)
             tell(1)
         shutil.rmtree(job.aside)
-        return Converted(found, choice, same, choice.size / weights)
+        return Converted([one for one, _ in found], choice, same, sum(error for _, error in found),
+                         choice.size / weights)  # fmt: skip
 
     def _begin(self) -> None:
         """Opens the folder of parts. Raises UserError for other settings."""
@@ -219,7 +225,7 @@ class _Run:
     # ---- gradients
     def _fisher(self, bar: Bar) -> dict[str, Tensor]:
         """The mean squared gradients of each matrix over single texts, float32 [out, in]."""
-        file = self.job.aside / FISHER
+        file = self.job.gradients or self.job.aside / FISHER
         if not file.is_file():
             texts = self._texts(self.job.tokens)[:EXAMPLES]
             with bar("squaring gradients", len(texts)) as tell:
@@ -252,8 +258,8 @@ class _Run:
     def _part(self, key: str) -> Path:
         return self.job.aside / f"layer-{key}.safetensors"
 
-    def _split(self, choice: Choice, fisher: Mapping[str, Tensor], bar: Bar) -> list[LinearError]:
-        """Splits and saves what is left; the error of all weights, over their norm."""
+    def _split(self, choice: Choice, fisher: Mapping[str, Tensor], bar: Bar) -> list[tuple[LinearError, float]]:
+        """Splits and saves what is left; how far each one's weights are off, over their norm, and the squared error."""
         found = []
         with bar(f"splitting layers of {self.job.model}", len(self.matrices)) as tell:
             for number, (matrix, kind) in enumerate(zip(self.matrices, choice.kinds)):
@@ -263,11 +269,11 @@ class _Run:
                     made = self._one(weight, kind, matrix.rank, fisher.get(matrix.key), lq.ROUNDS)
                     off = float((weight - made.values()).norm() / weight.norm().clamp_min(1e-30))
                     pair = {} if made.pair is None else {DOWN: made.pair.down, UP: made.pair.up}
-                    self._save(file, {"raw": made.coded.raw, **pair}, {ERRORS: str(off)})
+                    self._save(file, {"raw": made.coded.raw, **pair}, {ERRORS: json.dumps([off, made.error])})
                 with safe_open(file, framework="pt") as opened:
-                    off = float(opened.metadata()[ERRORS])
+                    off, error = json.loads(opened.metadata()[ERRORS])
                 layer, _, name = matrix.key.partition(".")
-                found.append(LinearError(int(layer), name, off, None))
+                found.append((LinearError(int(layer), name, off, None), error))
                 tell(number + 1, f"{matrix.key} in {kind}, off by {off:.1%}")
         return found
 
@@ -404,7 +410,7 @@ def tuned(
         for optimizer in run.optimizers:
             optimizer.step()
         run.step += 1
-        yield float(loss)
+        yield float(loss.detach())
 
 
 def _logits(model: DenseDecoder, blocks: Sequence[TokenBlock], how: Pass) -> Tensor:
