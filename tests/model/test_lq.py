@@ -93,9 +93,10 @@ def test_what_is_held_are_blocks_and_pairs(tmp_path: Path) -> None:
             for part in linear.beside.base.native.forms}  # fmt: skip
     assert held == {f"{kind}/bfloat16" for kind in KINDS.values()} and model.stack is not None
     stored = load_file(tmp_path / "model.safetensors")
+    bytes_ = sum(t.numel() * (1 if t.dtype == torch.uint8 else 2) for t in stored.values())
     pairs = sum(tensor.nbytes for name, tensor in stored.items() if name.startswith("lq."))
     assert weight_forms(str(tmp_path), None)[BESIDE].nbytes == pairs > 0
-    assert model.weight_bytes == weight_bytes(str(tmp_path), None) == sum(t.nbytes for t in stored.values())
+    assert model.weight_bytes == weight_bytes(str(tmp_path), None) == bytes_
 
 
 # ---- native steps

@@ -202,7 +202,7 @@ def test_gradients_are_squared_text_by_text(tmp_path: Path) -> None:
     assert torch.allclose(found, (grads[0].square() + grads[1].square()) / 2, rtol=1e-3, atol=1e-12)
 
 
-def matrices_of_model(path: Path, rank: int) -> Sequence[lq_job.Matrix]:
+def matrices_of_model(path: Path, rank: int) -> Sequence[lq_job.SplitMatrix]:
     return matrices_of(lq_job.parse_config(lq_job.files_of(str(path)).settings()), rank)
 
 

@@ -128,10 +128,8 @@ def weights(
     does for other commands. gptq (arXiv 2210.17323) and awq (arXiv 2306.00978) look at calibration texts, layer by
     layer. What is told of each layer is the error of its weights / of its outputs over these texts.
 
-    lq is LQ-LoRA (arXiv 2311.12023): each layer is a matrix in few bits and a pair of rank=8 in bfloat16 beside it. The
-    kind of bits of each layer is chosen so that all take bits=5 a weight together, the pairs included. fisher=true
-    weighs errors by squared gradients; finetune=60 then trains the pairs to answer as the model does, for so many
-    steps. What is told of each layer is its weights' error, before the pairs are trained.
+    lq is LQ-LoRA (arXiv 2311.12023): few bits, of a kind for each layer, and a low-rank pair beside them, bits=5 a
+    weight together. Errors are weighed by squared gradients (fisher=true), and pairs learn for finetune=60 steps.
 
     A conversion that was cut short leaves OUT.parts, from which --resume goes on to the same bits.
 
@@ -142,29 +140,33 @@ def weights(
       phasewise convert weights smollm2 runs/smollm2.gguf --weights int4:group=32,zeros=true,calibrate=awq
       phasewise serve --model runs/pocket-int4
     """
-    from phasewise.cli.progress import counting
     from phasewise.model.lq import parse_lq
-    from phasewise.model.weights_form import parse_form
 
     low_rank = parse_lq(weights)
-    if low_rank is not None:
+    if low_rank is None:
+        _round(model, out, weights, tokens, text, seed, resume)
+    else:
+        from phasewise.cli.progress import counting
         from phasewise.train.lq_job import LQJob
         from phasewise.train.lq_job import convert as split
 
         converted = split(LQJob(model, out, low_rank, tokens, text, seed, resume), counting)
         _tell_errors(converted.errors)
         _tell_allocation(converted)
-        _tell_result(model, out, windows, seed)
-        return
-    form, how = parse_form(weights)
-    if how.calibrate == "rtn" and text is not None:
-        raise UserError(f"--text {text} is for calibrate=gptq or awq: add one of them to --weights, or leave it out")
+    _tell_result(model, out, windows, seed)
+
+
+def _round(model: str, out: Path, weights: str, tokens: int, text: Path | None, seed: int, resume: bool) -> None:
+    """Levels alone, of one form for all layers."""
+    from phasewise.cli.progress import counting
+    from phasewise.model.weights_form import parse_form
     from phasewise.train.few_bits import FewBitsJob
     from phasewise.train.few_bits import convert as make
 
-    errors = make(FewBitsJob(model, out, form, how, tokens, text, seed, resume), counting)
-    _tell_errors(errors)
-    _tell_result(model, out, windows, seed)
+    form, how = parse_form(weights)
+    if how.calibrate == "rtn" and text is not None:
+        raise UserError(f"--text {text} is for calibrate=gptq or awq: add one of them to --weights, or leave it out")
+    _tell_errors(make(FewBitsJob(model, out, form, how, tokens, text, seed, resume), counting))
 
 
 def _tell_result(model: str, out: Path, windows: int, seed: int) -> None:

@@ -84,7 +84,8 @@ def _int4(blocks: Bytes, zeros: bool) -> NDArray[np.float32]:
 def _from_table(blocks: Bytes) -> NDArray[np.float32]:
     d = np.ascontiguousarray(blocks[:, :2]).view(np.float16).astype(np.float32)
     levels = np.concatenate((blocks[:, 2:] & 15, blocks[:, 2:] >> 4), 1)
-    return d * TABLE.numpy()[levels]
+    values: NDArray[np.float32] = d * TABLE.numpy()[levels]
+    return values
 
 
 # ---- levels

@@ -145,8 +145,12 @@ def _mlx(said: RawConfig) -> Quantisation:
     return Quantisation("mlx", (_group(said, said.get("group_size")),), True)
 
 
+def _lq(_: RawConfig) -> Quantisation:
+    return Quantisation(LQ, (), False)  # layers say their own kinds
+
+
 METHODS = {"gptq": _gptq, "awq": _awq, "fp8": _fp8, "compressed-tensors": _compressed,
-           "bitsandbytes": _bitsandbytes, "mlx": _mlx, LQ: lambda said: Quantisation(LQ, (), False)}  # fmt: skip
+           "bitsandbytes": _bitsandbytes, "mlx": _mlx, LQ: _lq}  # fmt: skip
 
 
 def _require(said: RawConfig, key: str, value: Any, known: tuple[Any, ...]) -> None:

@@ -35,18 +35,17 @@ def stacked(
 
 
 def _stacked(layer: Layer, config: ModelConfig) -> StackLayer | None:
-    spec, mlp = config.attention[layer.index], layer.mlp
-    linears = (layer.qkv, layer.o, *((mlp.gate_up, mlp.down) if isinstance(mlp, MLP) else ()))
-    pairs = [_pair(linear) for linear in linears]
-    bare = [linear if linear.beside is None else linear.beside.base for linear in linears]
-    attention = _packed(bare[0], bare[1])
-    feeding = _packed(bare[2], bare[3]) if isinstance(mlp, MLP) else _experts(mlp)
-    if attention is None or feeding is None or any(pair is None for pair in pairs):
+    spec, attention = config.attention[layer.index], _bare(layer.qkv, layer.o)
+    mlp = _bare(layer.mlp.gate_up, layer.mlp.down) if isinstance(layer.mlp, MLP) else _experts(layer.mlp)
+    pairs = [_pair(linear) for linear in (layer.qkv, layer.o)]
+    if isinstance(layer.mlp, MLP):
+        pairs += [_pair(linear) for linear in (layer.mlp.gate_up, layer.mlp.down)]
+    if attention is None or mlp is None or None in pairs:
         return None
     heads = layer.qk_norm
     return StackLayer(
         attention=attention,
-        mlp=feeding,
+        mlp=mlp,
         beside=[pair or None for pair in pairs],
         norms=[
             None if norm is None else StackNorm(norm.weight, norm.eps)
@@ -76,6 +75,12 @@ def _pair(linear: Linear) -> LowRank | tuple[()] | None:
         return ()
     down, up = linear.beside.down.native, linear.beside.up.native
     return None if down is None or up is None else (down, up)
+
+
+def _bare(first: Linear, second: Linear) -> tuple[PackedWeights, PackedWeights] | None:
+    """Both without what lies beside them, as the kernels have them; None if they have not."""
+    one, two = (each if each.beside is None else each.beside.base for each in (first, second))
+    return _packed(one, two)
 
 
 def _packed(first: Linear, second: Linear) -> tuple[PackedWeights, PackedWeights] | None:

@@ -84,15 +84,15 @@ class Linear:
         """The layer W + up down, which keeps the pair beside W: `down` [rank, in] and `up` [out, rank] have the dtype
         and the device of its rows."""
         made = type(self).__new__(type(self))
-        form = Beside(self, Linear(down), Linear(up))
+        form = WithPair(self, Linear(down), Linear(up))
         made.outputs, made.inputs, made._form = self.outputs, self.inputs, form
         made.nbytes = self.nbytes + form.down.nbytes + form.up.nbytes
         return made
 
     @property
-    def beside(self) -> Beside | None:
+    def beside(self) -> WithPair | None:
         """The layer as one with a low-rank pair beside it, if it is one."""
-        return self._form if isinstance(self._form, Beside) else None
+        return self._form if isinstance(self._form, WithPair) else None
 
     @property
     def packed(self) -> bool:
@@ -128,7 +128,7 @@ class Gathered:
         return self.weights.dense().index_select(1, self._places)
 
 
-class Beside:
+class WithPair:
     """A layer with a low-rank pair beside its weight: W x + bias (+ add) is rounded to the rows' dtype, and so is down
     x before up (down x) is added. Native steps do the same (`Stage::tune` of stage.h)."""
 

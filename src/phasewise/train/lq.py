@@ -28,7 +28,7 @@ UNITS = 20_000  # into which a budget is cut; sizes are rounded up to whole ones
 
 
 @dataclass(frozen=True)
-class Split:
+class LayerSplit:
     """A matrix as Q, and a pair (None: of rank 0). `errors`: the squared error after each accepted round."""
 
     coded: Coded
@@ -89,7 +89,7 @@ def randomised_svd(matrix: Tensor, rank: int, seed: int = 0) -> tuple[Tensor, Te
 
 def split(
     weight: Tensor, kind: str, rank: int, fisher: Tensor | None = None, *, rounds: int = ROUNDS, seed: int = 0,
-) -> Split:  # fmt: skip
+) -> LayerSplit:  # fmt: skip
     """A matrix float32 [out, in] as Q of a kind, and a pair. The error of rounds that are kept never rises.
 
     Raises UserError for a rank that the matrix does not have, and for numbers that are not finite.
@@ -101,8 +101,8 @@ def split(
         raise UserError("a matrix, or its gradients, have numbers that are not finite, which no level stands for")
     if rank == 0:
         coded = encode(weight, kind)
-        return Split(coded, None, (squared_error(weight, coded.values, fisher),))
-    kept: Split | None = None
+        return LayerSplit(coded, None, (squared_error(weight, coded.values, fisher),))
+    kept: LayerSplit | None = None
     values = torch.zeros_like(weight)
     for _ in range(rounds):
         pair = best_pair(weight - values, rank, fisher, seed)
@@ -111,30 +111,31 @@ def split(
         error = squared_error(weight, coded.values + beside, fisher)
         if kept is not None and error >= kept.error:
             break
-        kept = Split(coded, pair, (*(() if kept is None else kept.errors), error))
+        kept = LayerSplit(coded, pair, (*(() if kept is None else kept.errors), error))
         values = coded.values
     assert kept is not None
     return kept
 
 
 # ---- what the method is compared with
-def from_zero(weight: Tensor, kind: str, rank: int, fisher: Tensor | None = None, seed: int = 0) -> Split:
+def from_zero(weight: Tensor, kind: str, rank: int, fisher: Tensor | None = None, seed: int = 0) -> LayerSplit:
     """Q nearest to the matrix alone, and a pair that adds nothing until it has learned (QLoRA, arXiv 2305.14314)."""
     alone = split(weight, kind, 0, fisher)
     pair = LowRankPair(_drawn(rank, weight.shape[1], seed).bfloat16(), torch.zeros(len(weight), rank).bfloat16())
-    return Split(alone.coded, pair, alone.errors)
+    return LayerSplit(alone.coded, pair, alone.errors)
 
 
-def by_chance(weight: Tensor, kind: str, rank: int, fisher: Tensor | None = None, seed: int = 0) -> Split:
+def by_chance(weight: Tensor, kind: str, rank: int, fisher: Tensor | None = None, seed: int = 0) -> LayerSplit:
     """A pair that holds the matrix in directions drawn by chance, and Q nearest to the rest."""
     down = torch.linalg.qr(_drawn(rank, weight.shape[1], seed).T).Q.T
     pair = LowRankPair(down.bfloat16().contiguous(), (weight @ down.T).bfloat16())
     coded = encode(weight - product(pair), kind)
-    return Split(coded, pair, (squared_error(weight, coded.values + product(pair), fisher),))
+    return LayerSplit(coded, pair, (squared_error(weight, coded.values + product(pair), fisher),))
 
 
 def _drawn(rank: int, inputs: int, seed: int) -> Tensor:
-    return torch.randn(rank, inputs, generator=torch.Generator().manual_seed(seed)) * inputs**-0.5
+    found: Tensor = torch.randn(rank, inputs, generator=torch.Generator().manual_seed(seed)) * inputs**-0.5
+    return found
 
 
 # ---- which kind for which matrix
@@ -144,7 +145,7 @@ def pair_bits(rank: int, outputs: int, inputs: int) -> int:
 
 
 @dataclass(frozen=True)
-class Choice:
+class KindChoice:
     """A kind for every matrix, in order; the sum of their errors, and of their sizes in bits."""
 
     kinds: tuple[str, ...]
@@ -154,7 +155,7 @@ class Choice:
 
 def allocate(
     errors: Sequence[Mapping[str, float]], sizes: Sequence[Mapping[str, int]], budget: float, units: int = UNITS
-) -> Choice:
+) -> KindChoice:
     """One kind per matrix with the least sum of errors whose sizes, in bits, are within the budget together.
 
     By dynamic programming over what is left of the budget, in so many units: sizes are rounded up to whole ones, so a
@@ -192,12 +193,16 @@ def allocate(
     return _chosen(errors, sizes, found[::-1])
 
 
-def _chosen(errors: Sequence[Mapping[str, float]], sizes: Sequence[Mapping[str, int]], kinds: Sequence[str]) -> Choice:
-    return Choice(tuple(kinds), sum(cost[kind] for cost, kind in zip(errors, kinds)),
+def _chosen(
+    errors: Sequence[Mapping[str, float]], sizes: Sequence[Mapping[str, int]], kinds: Sequence[str]
+) -> KindChoice:
+    return KindChoice(tuple(kinds), sum(cost[kind] for cost, kind in zip(errors, kinds)),
                   sum(size[kind] for size, kind in zip(sizes, kinds)))  # fmt: skip
 
 
-def uniform(errors: Sequence[Mapping[str, float]], sizes: Sequence[Mapping[str, int]], budget: float) -> Choice | None:
+def uniform(
+    errors: Sequence[Mapping[str, float]], sizes: Sequence[Mapping[str, int]], budget: float
+) -> KindChoice | None:
     """The best choice of one kind for all matrices within the budget; None: there is none."""
     shared = set(errors[0]).intersection(*errors)
     every = [_chosen(errors, sizes, [kind] * len(errors)) for kind in sorted(shared)]

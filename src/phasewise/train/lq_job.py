@@ -42,7 +42,7 @@ from phasewise.train.dense import PLAIN, DenseDecoder, TokenBlock
 from phasewise.train.device import halved
 from phasewise.train.few_bits import Bar, LinearError
 from phasewise.train.lowrank import LowRank
-from phasewise.train.lq import Choice, Split
+from phasewise.train.lq import KindChoice, LayerSplit
 from phasewise.train.passes import Pass
 from phasewise.train.trainer import TrainingRun
 
@@ -78,7 +78,7 @@ class LQJob:
 
 
 @dataclass(frozen=True)
-class Matrix:
+class SplitMatrix:
     """A linear layer that is split: its name among the decoder's, and its parts."""
 
     key: str
@@ -104,18 +104,20 @@ class Converted:
     are taken, before pairs learn."""
 
     errors: list[LinearError]
-    choice: Choice
-    same: Choice | None
+    choice: KindChoice
+    same: KindChoice | None
     error: float
     bits: float  # of a weight, the pairs among them
 
 
-def matrices_of(config: ModelConfig, rank: int) -> list[Matrix]:
+def matrices_of(config: ModelConfig, rank: int) -> list[SplitMatrix]:
     """The linear layers of all layers; experts have no pairs, since nothing lies beside them when they run."""
     found = []
     for key, parts in layout(config).items():
         if key.rpartition(".")[2] in LINEARS:
-            found.append(Matrix(key, tuple((name, shape) for name, shape in parts), rank if key.count(".") == 1 else 0))
+            found.append(
+                SplitMatrix(key, tuple((name, shape) for name, shape in parts), rank if key.count(".") == 1 else 0)
+            )
     return found
 
 
@@ -139,7 +141,7 @@ def check(config: ModelConfig, form: LQForm, where: object) -> None:
 
 
 def convert(job: LQJob, bar: Bar) -> Converted:
-    """Split all layers and write `job.out`; a `bar` of a title and a total is told how far it is.
+    """LayerSplit all layers and write `job.out`; a `bar` of a title and a total is told how far it is.
 
     Raises UserError for a form that does not fit the model, a target that holds something, and a run to go on with that
     had other settings; before anything is written.
@@ -218,7 +220,7 @@ class _Run:
     def _texts(self, tokens: int) -> list[list[int]]:
         return few_bits.calibration_texts(self.files, self.config, tokens, self.job.seed, self.job.text)
 
-    def _weight(self, matrix: Matrix) -> Tensor:
+    def _weight(self, matrix: SplitMatrix) -> Tensor:
         """Float32 [out, in], all parts one below the other."""
         return torch.cat([self.tensors.read(name, torch.float32).float() for name, _ in matrix.parts])
 
@@ -245,11 +247,11 @@ class _Run:
                 tell(number + 1, matrix.key)
         return found
 
-    def _tried(self, matrix: Matrix, fisher: Tensor | None) -> dict[str, float]:
+    def _tried(self, matrix: SplitMatrix, fisher: Tensor | None) -> dict[str, float]:
         weight = self._weight(matrix)
         return {kind: self._one(weight, kind, matrix.rank, fisher, TRIAL).error for kind in matrix.sizes}
 
-    def _one(self, weight: Tensor, kind: str, rank: int, fisher: Tensor | None, rounds: int) -> Split:
+    def _one(self, weight: Tensor, kind: str, rank: int, fisher: Tensor | None, rounds: int) -> LayerSplit:
         if self.job.start == "split" or rank == 0:
             return lq.split(weight, kind, rank, fisher, rounds=rounds, seed=self.job.seed)
         return (lq.from_zero if self.job.start == "zero" else lq.by_chance)(weight, kind, rank, fisher, self.job.seed)
@@ -258,7 +260,7 @@ class _Run:
     def _part(self, key: str) -> Path:
         return self.job.aside / f"layer-{key}.safetensors"
 
-    def _split(self, choice: Choice, fisher: Mapping[str, Tensor], bar: Bar) -> list[tuple[LinearError, float]]:
+    def _split(self, choice: KindChoice, fisher: Mapping[str, Tensor], bar: Bar) -> list[tuple[LinearError, float]]:
         """Splits and saves what is left; how far each one's weights are off, over their norm, and the squared error."""
         found = []
         with bar(f"splitting layers of {self.job.model}", len(self.matrices)) as tell:
@@ -289,7 +291,7 @@ class _Run:
         fresh.replace(path)
 
     # ---- pairs that learn
-    def _finetune(self, choice: Choice, bar: Bar) -> None:
+    def _finetune(self, choice: KindChoice, bar: Bar) -> None:
         file = self.job.aside / TUNED
         if file.is_file():
             return
@@ -316,7 +318,7 @@ class _Run:
         self._save(file, {name: half.detach().bfloat16() for name, half in run.model.tensors().items()})
 
     # ---- the result
-    def _layers(self, choice: Choice) -> Iterator[LQLayer]:
+    def _layers(self, choice: KindChoice) -> Iterator[LQLayer]:
         file = self.job.aside / TUNED
         learned = load_file(file) if file.is_file() else {}
         for matrix, kind in zip(self.matrices, choice.kinds):
@@ -326,7 +328,7 @@ class _Run:
                 pair = LowRankPair(learned.get(f"{matrix.key}.a", kept[DOWN]), learned.get(f"{matrix.key}.b", kept[UP]))
             yield LQLayer(matrix.key, kind, [(name, shape[0]) for name, shape in matrix.parts], kept["raw"], pair)
 
-    def _write(self, choice: Choice) -> None:
+    def _write(self, choice: KindChoice) -> None:
         job = self.job
         job.out.mkdir(parents=True, exist_ok=True)
         copy_vocabulary(self.files, job.out)
@@ -340,7 +342,7 @@ class _Run:
                   KEY: settings(job.form, said)}  # fmt: skip
         write_checkpoint(job.out, self._pieces(choice), config)
 
-    def _pieces(self, choice: Choice) -> Iterator[dict[str, Tensor]]:
+    def _pieces(self, choice: KindChoice) -> Iterator[dict[str, Tensor]]:
         yield from compressed.others(self.config, self.tensors, {})
         for layer in self._layers(choice):
             yield layer.tensors()
@@ -357,13 +359,13 @@ def blocks_of(texts: Sequence[Sequence[int]]) -> list[TokenBlock]:
 
 
 def squared_gradients(
-    model: DenseDecoder, texts: Sequence[Sequence[int]], matrices: Sequence[Matrix], tell: Callable[..., object]
+    model: DenseDecoder, texts: Sequence[Sequence[int]], matrices: Sequence[SplitMatrix], tell: Callable[..., object]
 ) -> dict[str, Tensor]:
     """The mean over texts of the squared gradient of a text's mean loss, float32 [out, in] by the name of the layer."""
     found = {matrix.key: torch.zeros(matrix.shape) for matrix in matrices}
     for number, block in enumerate(blocks_of(texts), 1):
         model.zero_grad()
-        dense.losses(model, [block])[0].mean().backward()
+        dense.losses(model, [block])[0].mean().backward()  # type: ignore[no-untyped-call]
         for matrix in matrices:
             grads = [model.get_parameter(name.removeprefix("model.")).grad for name, _ in matrix.parts]
             found[matrix.key] += torch.cat([torch.zeros(0) if g is None else g for g in grads]).square() / len(texts)
@@ -373,7 +375,7 @@ def squared_gradients(
 
 def tuning(pairs: Mapping[str, LowRankPair], said: Mapping[str, object]) -> TrainingRun[LowRank]:
     """A run at its start: pairs by layer, as trainable weights."""
-    shapes = {}
+    shapes = dict[str, tuple[int, ...]]()
     for key, pair in pairs.items():
         shapes |= {f"{key}.a": tuple(pair.down.shape), f"{key}.b": tuple(pair.up.shape)}
     model = LowRank(shapes)
