@@ -134,7 +134,7 @@ def joined(by: str, target: Path) -> None:
     copy_vocabulary(files, target)
 
 
-LOW_RANK = LQForm(rank=4, bits=5.0, fisher=True, finetune=16)
+LOW_RANK = LQForm(rank=4, bits=5.0, fisher=True, finetune=24)
 """What the pocket model becomes with low-rank pairs: these take 0.33 bits of the 5."""
 ALLOCATED = "allocated.json"
 

@@ -49,7 +49,7 @@ from phasewise.train.trainer import TrainingRun
 EXAMPLES = 32  # texts whose gradients are squared, one at a time
 TRIAL = 1  # rounds by which kinds are compared
 STEP_TEXTS = 4  # of a step of fine-tuning
-RATE = 2e-3  # of pairs, falling to 0
+RATES = {"split": 4e-4, "zero": 2e-3, "random": 4e-4}  # of pairs, falling to 0; from zero they have further to go
 SAVED = 10  # steps between two checkpoints
 SETTINGS, ERRORS, FISHER, TUNED = "settings.json", "errors", "fisher.safetensors", "tuned.safetensors"
 Pairs = dict[str, LowRankPair]
@@ -307,7 +307,7 @@ class _Run:
         steps = self.job.form.finetune
         texts = self._texts(steps * STEP_TEXTS * few_bits.TEXT)
         checkpoint = self.job.aside / "tuning.pt"
-        run = tuning(pairs, self.settings)
+        run = tuning(pairs, self.settings, RATES[self.job.start])
         if checkpoint.is_file():
             run.read(checkpoint)
         with bar("tuning pairs", steps) as tell:
@@ -373,7 +373,7 @@ def squared_gradients(
     return found
 
 
-def tuning(pairs: Mapping[str, LowRankPair], said: Mapping[str, object]) -> TrainingRun[LowRank]:
+def tuning(pairs: Mapping[str, LowRankPair], said: Mapping[str, object], rate: float) -> TrainingRun[LowRank]:
     """A run at its start: pairs by layer, as trainable weights."""
     shapes = dict[str, tuple[int, ...]]()
     for key, pair in pairs.items():
@@ -383,7 +383,7 @@ def tuning(pairs: Mapping[str, LowRankPair], said: Mapping[str, object]) -> Trai
         for key, pair in pairs.items():
             model[f"{key}.a"].copy_(pair.down)
             model[f"{key}.b"].copy_(pair.up)
-    return TrainingRun(model, [Adam(model.parameters(), lr=RATE, betas=(0.9, 0.95))], settings=dict(said))
+    return TrainingRun(model, [Adam(model.parameters(), lr=rate, betas=(0.9, 0.95))], settings=dict(said))
 
 
 def tuned(

@@ -25,7 +25,7 @@ from phasewise.reproduce.system import (
 from phasewise.train.lq_job import matrices_of
 
 PROMPT, NEW = 256, 16  # tokens
-EXAMPLES, WINDOW = 24, 256
+EXAMPLES, WINDOW = 48, 256
 CODE = Quality(("code",), 0.02, EXAMPLES, window=WINDOW, alone=True)
 ON, ZERO, LEVELS, SPLIT, RANDOM = (
     Setting(model=f"pocket-lq{by}") for by in ("", "-zero", "-levels", "-split", "-random")
