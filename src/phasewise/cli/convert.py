@@ -129,13 +129,13 @@ def weights(
     layer. What is told of each layer is the error of its weights / of its outputs over these texts.
 
     lq is LQ-LoRA (arXiv 2311.12023): few bits, of a kind for each layer, and a low-rank pair beside them, bits=5 a
-    weight together. Errors are weighed by squared gradients (fisher=true), and pairs learn for finetune=60 steps.
+    weight together. Errors are weighed by squared gradients (fisher=true), and pairs learn for finetune=24 steps.
 
     A conversion that was cut short leaves OUT.parts, from which --resume goes on to the same bits.
 
     [bold]Examples[/]
 
-      phasewise convert weights pocket runs/pocket-lq --weights lq:rank=8,bits=5,finetune=60
+      phasewise convert weights pocket runs/pocket-lq --weights lq:rank=4,bits=5,finetune=24
       phasewise convert weights pocket runs/pocket-int4 --weights int4:group=64,calibrate=gptq
       phasewise convert weights smollm2 runs/smollm2.gguf --weights int4:group=32,zeros=true,calibrate=awq
       phasewise serve --model runs/pocket-int4

@@ -95,7 +95,8 @@ SYSTEM = System(
                 lambda case: last(case.method), lambda case: (loads.prompt_rows(case) + NEW - 2) * case.row_bytes),
     ),
     quality=(Quality(("code",), CODE.allowed, EXAMPLES, window=WINDOW, alone=True,
-                     rivals={"levels alone in as many bits": LEVELS, "pairs from zero (QLoRA), trained as long": ZERO}),),
+                     rivals={"levels alone in as many bits": LEVELS,
+                             "pairs from zero (QLoRA), trained as long": ZERO}),),
     attempts=(
         Attempt("cost", "bytes of all linear layers", f"at most {LOW_RANK.bits:g} bits a weight, pairs included", held),
         Attempt("mechanism", "squared error of the allocation", "below the best single kind of that size", allocated),
