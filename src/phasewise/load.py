@@ -60,6 +60,9 @@ def weight_bytes(name: str, dtype: str | None, weights: str | None = None) -> in
     return sum(found.nbytes for found in weight_forms(name, dtype, weights).values())
 
 
+BESIDE = "low-rank, bfloat16"  # weights beside others, as a form of `weight_forms`
+
+
 class FormBytes(NamedTuple):
     """What is kept in one form: tensors, their numbers, and the bytes that they take."""
 
@@ -80,6 +83,7 @@ def weight_forms(name: str, dtype: str | None, weights: str | None = None) -> di
         tensors = RoundedTensors(tensors, parse_config(files.settings()), form)
     half, int8 = chosen in (None, torch.bfloat16, torch.int8), chosen == torch.int8
     found: dict[str, FormBytes] = {}
+    besides: dict[int, torch.Tensor] = {}  # by identity, which holds while they are kept here
     for each in tensors.where:
         kept, count = kept_form(tensors, each, int8=int8) if half else None, math.prod(tensors.shape(each))
         if kept is None:
@@ -89,6 +93,13 @@ def weight_forms(name: str, dtype: str | None, weights: str | None = None) -> di
             kind, size = kept[1].kind, kept[1].raw.nbytes
         before = found.get(kind, FormBytes())
         found[kind] = FormBytes(before.tensors + 1, before.numbers + count, before.nbytes + size)
+        for part in () if kept is None or kept[1].beside is None else kept[1].beside:
+            if id(part) in besides:  # parts of one layer share one
+                continue
+            besides[id(part)] = part
+            before = found.get(BESIDE, FormBytes())
+            size = part.numel() * torch.bfloat16.itemsize
+            found[BESIDE] = FormBytes(before.tensors + 1, before.numbers + part.numel(), before.nbytes + size)
     return found
 
 

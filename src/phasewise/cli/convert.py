@@ -12,6 +12,7 @@ from phasewise.errors import UserError
 
 if TYPE_CHECKING:
     from phasewise.train.few_bits import LinearError
+    from phasewise.train.lq_job import Converted
 
 app = typer.Typer(no_args_is_help=True, help="Make a checkpoint from another one.")
 
@@ -102,10 +103,13 @@ def weights(
         str,
         typer.Option(
             metavar="FORM",
-            help="int4 or int8, and its knobs: group=32|64|128.., zeros=true, calibrate=rtn|gptq|awq, act_order=true.",
+            help="int4 or int8, and its knobs: group=32|64|128.., zeros=true, calibrate=rtn|gptq|awq, act_order=true. "
+            "Or lq: rank=8, bits=5, fisher=true, finetune=STEPS.",
         ),
     ] = "int4:group=64",
-    tokens: Annotated[int, typer.Option(min=512, help="Tokens of calibration texts, for gptq and awq.")] = 16_384,
+    tokens: Annotated[
+        int, typer.Option(min=512, help="Tokens of calibration texts, for gptq, awq and lq's gradients.")
+    ] = 16_384,
     text: Annotated[
         Path | None, typer.Option(help="File of calibration text. Default: library source that no evaluation sees.")
     ] = None,
@@ -124,29 +128,62 @@ def weights(
     does for other commands. gptq (arXiv 2210.17323) and awq (arXiv 2306.00978) look at calibration texts, layer by
     layer. What is told of each layer is the error of its weights / of its outputs over these texts.
 
+    lq is LQ-LoRA (arXiv 2311.12023): few bits, of a kind for each layer, and a low-rank pair beside them, bits=5 a
+    weight together. Errors are weighed by squared gradients (fisher=true), and pairs learn for finetune=24 steps.
+
     A conversion that was cut short leaves OUT.parts, from which --resume goes on to the same bits.
 
     [bold]Examples[/]
 
+      phasewise convert weights pocket runs/pocket-lq --weights lq:rank=4,bits=5,finetune=24
       phasewise convert weights pocket runs/pocket-int4 --weights int4:group=64,calibrate=gptq
       phasewise convert weights smollm2 runs/smollm2.gguf --weights int4:group=32,zeros=true,calibrate=awq
       phasewise serve --model runs/pocket-int4
     """
+    from phasewise.model.lq import parse_lq
+
+    low_rank = parse_lq(weights)
+    if low_rank is None:
+        _round(model, out, weights, tokens, text, seed, resume)
+    else:
+        from phasewise.cli.progress import counting
+        from phasewise.train.lq_job import LQJob
+        from phasewise.train.lq_job import convert as split
+
+        converted = split(LQJob(model, out, low_rank, tokens, text, seed, resume), counting)
+        _tell_errors(converted.errors)
+        _tell_allocation(converted)
+    _tell_result(model, out, windows, seed)
+
+
+def _round(model: str, out: Path, weights: str, tokens: int, text: Path | None, seed: int, resume: bool) -> None:
+    """Levels alone, of one form for all layers."""
     from phasewise.cli.progress import counting
     from phasewise.model.weights_form import parse_form
+    from phasewise.train.few_bits import FewBitsJob
+    from phasewise.train.few_bits import convert as make
 
     form, how = parse_form(weights)
     if how.calibrate == "rtn" and text is not None:
         raise UserError(f"--text {text} is for calibrate=gptq or awq: add one of them to --weights, or leave it out")
-    from phasewise.train.few_bits import FewBitsJob
-    from phasewise.train.few_bits import convert as make
+    _tell_errors(make(FewBitsJob(model, out, form, how, tokens, text, seed, resume), counting))
 
-    errors = make(FewBitsJob(model, out, form, how, tokens, text, seed, resume), counting)
-    _tell_errors(errors)
+
+def _tell_result(model: str, out: Path, windows: int, seed: int) -> None:
     _tell_sizes(model, out)
     if windows:
         _tell_quality(model, out, windows, seed)
     print(f"\n{out}\nUse it with --model {out}")
+
+
+def _tell_allocation(converted: Converted) -> None:
+    """How many layers got which kind, and what that is worth against one kind for all."""
+    kinds = converted.choice.kinds
+    told = ", ".join(f"{kinds.count(kind)} in {kind}" for kind in sorted(set(kinds)))
+    print(f"\n{converted.bits:.3f} bits a weight with scales and pairs: {told}")
+    if converted.same is not None:
+        less = 1 - converted.choice.error / converted.same.error
+        print(f"squared error {less:.1%} below that of {converted.same.kinds[0]} for all, the best that fits alone")
 
 
 def _tell_errors(errors: Sequence[LinearError]) -> None:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from phasewise.ops.native.levels import BlockRows
 
@@ -35,13 +36,21 @@ class BlockType:
         return math.prod(shape) // self.values * self.size
 
 
+class LowRankPair(NamedTuple):
+    """Low-rank weights beside a matrix: `up @ down` is added to it. `down` [rank, in], `up` [out, rank]."""
+
+    down: Tensor
+    up: Tensor
+
+
 class BlockMatrix(NamedTuple):
     """A matrix as its file has it: `raw` uint8 [rows, bytes of a row] in blocks of a `kind` (Q4_0 ..), a view of the
     mapped file or made from it row by row.
 
     `order` int64 [rows]: which of these rows is each row of the matrix; None: as they lie. `done` is told that rows of
     `raw` from one on up to another, that one not among them, need not stay in memory. `columns` int64 [inputs]: which
-    input of the matrix is each input of `raw`; None: as they lie.
+    input of the matrix is each input of `raw`; None: as they lie. `beside`: what is added to the matrix that the blocks
+    stand for; parts of one linear layer may share its `down`.
     """
 
     kind: str
@@ -49,6 +58,7 @@ class BlockMatrix(NamedTuple):
     order: NDArray[np.int64] | None
     done: Callable[[int, int], None]
     columns: NDArray[np.int64] | None = None
+    beside: LowRankPair | None = None
 
 
 def _half(raw: Bytes) -> Floats:

@@ -10,7 +10,8 @@ from tokenizers import Tokenizer as Backend
 
 from phasewise.errors import UserError
 from phasewise.model import generation
-from phasewise.model.quantisation import quantisation
+from phasewise.model.lq import LowRankQuantised
+from phasewise.model.quantisation import LQ, quantisation
 from phasewise.model.quantised import Quantised
 from phasewise.model.quantised_tables import LAYOUTS, TableQuantised
 from phasewise.model.raw import RawConfig, read_json
@@ -51,9 +52,12 @@ class Directory:
 
     def tensors(self) -> Tensors:
         config = self.path / "config.json"
-        said = quantisation(RawConfig(read_json(config), config)) if config.is_file() else None
-        if said is None:
+        raw = RawConfig(read_json(config), config) if config.is_file() else None
+        said = None if raw is None else quantisation(raw)
+        if raw is None or said is None:
             return Checkpoint(self.path)
+        if said.layout == LQ:
+            return LowRankQuantised(Checkpoint(self.path), raw)
         return (TableQuantised if said.layout in LAYOUTS else Quantised)(Checkpoint(self.path), said)
 
     def tokenizer(self) -> Backend:

@@ -13,6 +13,7 @@ from torch import Tensor
 from phasewise.model.config import ModelConfig
 from phasewise.ops.linear import Linear
 from phasewise.ops.native.abi import LowRankStruct, Structures
+from phasewise.ops.native.stack import LowRank, low_rank_table
 from phasewise.ops.native.weights import PackedWeights
 
 LINEARS = ("qkv", "o", "gate_up", "down")
@@ -45,18 +46,35 @@ class Delta:
             for name in sorted(names)
         }
         self._tables: dict[tuple[int, ...], Structures[LowRankStruct] | None] = {}
+        self._joined: list[object] = []  # weights that tables have the addresses of
 
-    def table(self, layers: Sequence[int]) -> Structures[LowRankStruct] | None:
+    def table(
+        self, layers: Sequence[int], beside: Mapping[tuple[int, int], LowRank] | None = None
+    ) -> Structures[LowRankStruct] | None:
         """Both halves of these layers' four linears as native steps take them (LowRank of kernels.h [layers, 4]); None
-        where they are not packed for those."""
+        where they are not packed for those. `beside`: what the model itself has beside (layer, linear), which its rows
+        run with as well."""
         key = tuple(layers)
         if key not in self._tables:
-            pairs = [self._pairs.get(f"{layer}.{name}") for layer in key for name in LINEARS]
-            packed = [None if pair is None else [half.native for half in pair] for pair in pairs]
-            structs = [_struct(pair) for pair in packed]
-            native = [struct for struct in structs if struct is not None]
-            self._tables[key] = Structures(LowRankStruct, native) if len(native) == len(structs) else None
+            self._tables[key] = self._table(key, beside or {})
         return self._tables[key]
+
+    def _table(
+        self, layers: Sequence[int], beside: Mapping[tuple[int, int], LowRank]
+    ) -> Structures[LowRankStruct] | None:
+        found = {at: pair for at, pair in beside.items() if at[0] in layers}
+        for layer in layers:
+            for which, name in enumerate(LINEARS):
+                own = self._pairs.get(f"{layer}.{name}")
+                if own is None:
+                    continue
+                down, up = own[0].native, own[1].native
+                if down is None or up is None:
+                    return None
+                theirs = found.get((layer, which))
+                found[layer, which] = (down, up) if theirs is None else _joined(theirs, (down, up))
+        self._joined.append(found)
+        return low_rank_table(layers, found)
 
     def __call__(self, layer: int, linear: str, x: Tensor) -> Tensor | None:
         """The addition to a linear layer's output, [T, in] -> [T, out]; None = nothing there."""
@@ -64,12 +82,12 @@ class Delta:
         return None if pair is None else pair[1](pair[0](x))
 
 
-def _struct(halves: Sequence[PackedWeights | None] | None) -> LowRankStruct | None:
-    """Both halves of a linear layer's weights, null where there are none; None where they are not packed."""
-    if halves is None:
-        return LowRankStruct()
-    down, up = halves
-    return None if down is None or up is None else LowRankStruct(down=down.address, up=up.address)
+def _joined(one: LowRank, other: LowRank) -> LowRank:
+    """Low-rank weights that add what both add."""
+    return (
+        PackedWeights(torch.cat([one[0].dense(), other[0].dense()]), None),
+        PackedWeights(torch.cat([one[1].dense(), other[1].dense()], 1), None),
+    )
 
 
 class Deltas:

@@ -15,8 +15,11 @@ from phasewise.model.weights import DTYPES, Checkpoint
 class Expandable(Protocol):
     """A matrix [outputs, inputs] in few bits."""
 
-    outputs: int
-    inputs: int
+    @property
+    def outputs(self) -> int: ...
+
+    @property
+    def inputs(self) -> int: ...
 
     def expanded(self, dtype: torch.dtype) -> Tensor: ...
 

@@ -13,7 +13,7 @@ from phasewise.model.mlp import MLP, MoE
 from phasewise.model.norm import FullNorm
 from phasewise.ops.linear import Linear
 from phasewise.ops.native.fit import MOST_DIM
-from phasewise.ops.native.stack import Stack, StackExperts, StackLayer, StackNorm, StackShape
+from phasewise.ops.native.stack import LowRank, Stack, StackExperts, StackLayer, StackNorm, StackShape
 from phasewise.ops.native.weights import PackedWeights
 
 if TYPE_CHECKING:
@@ -35,14 +35,18 @@ def stacked(
 
 
 def _stacked(layer: Layer, config: ModelConfig) -> StackLayer | None:
-    spec, attention = config.attention[layer.index], _packed(layer.qkv, layer.o)
-    mlp = _packed(layer.mlp.gate_up, layer.mlp.down) if isinstance(layer.mlp, MLP) else _experts(layer.mlp)
-    if attention is None or mlp is None:
+    spec, attention = config.attention[layer.index], _bare(layer.qkv, layer.o)
+    mlp = _bare(layer.mlp.gate_up, layer.mlp.down) if isinstance(layer.mlp, MLP) else _experts(layer.mlp)
+    pairs = [_pair(linear) for linear in (layer.qkv, layer.o)]
+    if isinstance(layer.mlp, MLP):
+        pairs += [_pair(linear) for linear in (layer.mlp.gate_up, layer.mlp.down)]
+    if attention is None or mlp is None or None in pairs:
         return None
     heads = layer.qk_norm
     return StackLayer(
         attention=attention,
         mlp=mlp,
+        beside=[pair or None for pair in pairs],
         norms=[
             None if norm is None else StackNorm(norm.weight, norm.eps)
             for norm in (layer.before_attention, layer.after_attention, layer.before_mlp, layer.after_mlp)
@@ -63,6 +67,20 @@ def _experts(mixture: MoE) -> StackExperts | None:
     if router is None or len(known) < len(products):
         return None
     return StackExperts(router, known, mixture.top_k, mixture.renormalise)
+
+
+def _pair(linear: Linear) -> LowRank | tuple[()] | None:
+    """What lies beside a layer's weight, as the kernels have it; () where nothing does, None if they have it not."""
+    if linear.beside is None:
+        return ()
+    down, up = linear.beside.down.native, linear.beside.up.native
+    return None if down is None or up is None else (down, up)
+
+
+def _bare(first: Linear, second: Linear) -> tuple[PackedWeights, PackedWeights] | None:
+    """Both without what lies beside them, as the kernels have them; None if they have not."""
+    one, two = (each if each.beside is None else each.beside.base for each in (first, second))
+    return _packed(one, two)
 
 
 def _packed(first: Linear, second: Linear) -> tuple[PackedWeights, PackedWeights] | None:

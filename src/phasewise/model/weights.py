@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from functools import cache, lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from phasewise.errors import UserError, WeightsError
-from phasewise.gguf.blocks import BlockMatrix
+from phasewise.gguf.blocks import BlockMatrix, LowRankPair
 from phasewise.model.layout import Layout, Part
 from phasewise.model.modules import module_tensors
 from phasewise.model.raw import read_json
@@ -294,7 +295,29 @@ class Weights:
         columns = self._columns(names)
         weights = PackedWeights.of([self._part(name, columns) for name in names], bias)
         self.taken_bytes += weights.nbytes - (0 if bias is None else bias.nbytes)
-        return Linear.of(weights, columns)
+        linear, pair = Linear.of(weights, columns), self._beside(names)
+        if pair is None:
+            return linear
+        self.taken_bytes += pair.down.nbytes + pair.up.nbytes
+        return linear.with_pair(pair.down, pair.up)
+
+    def _beside(self, names: Sequence[str]) -> LowRankPair | None:
+        """The low-rank weights beside the parts of one layer, as one pair for all its outputs in the layer's dtype."""
+        forms = [self._form(name) for name in names]
+        pairs = [None if form is None else form[1].beside for form in forms]
+        downs = list({id(pair.down): pair.down for pair in pairs if pair is not None}.values())
+        if not downs:
+            return None
+        starts = dict(zip(map(id, downs), accumulate(map(len, downs), initial=0)))
+        up = torch.zeros(sum(self.checkpoint.shape(name)[0] for name in names), sum(map(len, downs)), dtype=self.dtype)
+        row = 0
+        for name, pair in zip(names, pairs):
+            rows = self.checkpoint.shape(name)[0]
+            if pair is not None:
+                start = starts[id(pair.down)]
+                up[row : row + rows, start : start + len(pair.down)] = pair.up
+            row += rows
+        return LowRankPair(torch.cat(downs).to(self.dtype), up)
 
     def _columns(self, names: Sequence[str]) -> Tensor | None:
         """The order in which parts of one layer have their inputs, int64 [in]; None: that of the layer."""

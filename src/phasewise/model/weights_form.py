@@ -10,9 +10,10 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from phasewise.errors import UserError, near
-from phasewise.spelling import parse_value, read
+from phasewise.spelling import Spelled, parse_value, read
 
 BITS = {"int4": 4, "int8": 8}
+MADE_ONCE = ("lq",)  # forms that only `phasewise convert weights` makes (`lq.py`)
 SHORTEST = 32  # inputs of a group: kernels have no block of fewer
 
 
@@ -62,10 +63,7 @@ class Calibration:
 
 def parse_form(text: str, option: str = "--weights") -> tuple[WeightsForm, Calibration]:
     """What `int4:group=64,calibrate=gptq` asks for. Raises UserError naming the value that is wrong, and the fix."""
-    spelled = read(text, option)
-    if spelled.name not in BITS:
-        raise UserError(f"{option} {text}: no form of weights is called {spelled.name!r}. "
-                        f"{near(spelled.name, BITS)} As in int4:group=64.")  # fmt: skip
+    spelled = _named(text, option)
     kinds = {"group": int, "zeros": bool, "calibrate": Calibrator, "act_order": bool}
     given: dict[str, object] = {}
     for knob, value in spelled.knobs.items():
@@ -83,6 +81,18 @@ def parse_form(text: str, option: str = "--weights") -> tuple[WeightsForm, Calib
     if how.act_order and how.calibrate != "gptq":
         raise UserError(f"{option} {text}: act_order is GPTQ's: add calibrate=gptq, or leave act_order out")
     return form, how
+
+
+def _named(text: str, option: str) -> Spelled:
+    """The form that is named, and its knobs. Raises UserError for a name that there is not."""
+    spelled = read(text, option)
+    if spelled.name in MADE_ONCE:
+        raise UserError(f"{option} {text}: {spelled.name} is not made while a model is loaded. Make it once, with "
+                        f"`phasewise convert weights MODEL OUT --weights {text}`, and load OUT")  # fmt: skip
+    if spelled.name not in BITS:
+        raise UserError(f"{option} {text}: no form of weights is called {spelled.name!r}. "
+                        f"{near(spelled.name, BITS)} As in int4:group=64.")  # fmt: skip
+    return spelled
 
 
 def loaded_form(text: str | None, option: str = "--weights") -> WeightsForm | None:

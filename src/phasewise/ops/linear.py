@@ -80,6 +80,20 @@ class Linear:
         """`add` [T, out] is summed into the result; in the packed forms within the same kernel."""
         return self._form(x, add)
 
+    def with_pair(self, down: Tensor, up: Tensor) -> Linear:
+        """The layer W + up down, which keeps the pair beside W: `down` [rank, in] and `up` [out, rank] have the dtype
+        and the device of its rows."""
+        made = type(self).__new__(type(self))
+        form = WithPair(self, Linear(down), Linear(up))
+        made.outputs, made.inputs, made._form = self.outputs, self.inputs, form
+        made.nbytes = self.nbytes + form.down.nbytes + form.up.nbytes
+        return made
+
+    @property
+    def beside(self) -> WithPair | None:
+        """The layer as one with a low-rank pair beside it, if it is one."""
+        return self._form if isinstance(self._form, WithPair) else None
+
     @property
     def packed(self) -> bool:
         return not isinstance(self._form, Plain)
@@ -112,6 +126,23 @@ class Gathered:
 
     def dense(self) -> Tensor:
         return self.weights.dense().index_select(1, self._places)
+
+
+class WithPair:
+    """A layer with a low-rank pair beside its weight: W x + bias (+ add) is rounded to the rows' dtype, and so is down
+    x before up (down x) is added. Native steps do the same (`Stage::tune` of stage.h)."""
+
+    def __init__(self, base: Linear, down: Linear, up: Linear) -> None:
+        self.base, self.down, self.up = base, down, up
+
+    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        return self.up(self.down(x), self.base(x, add))
+
+    def rows(self, which: Tensor) -> Tensor:
+        return self.base.rows(which) + self.up.rows(which) @ self.down.dense()
+
+    def dense(self) -> Tensor:
+        return self.base.dense() + self.up.dense() @ self.down.dense()
 
 
 class Plain:

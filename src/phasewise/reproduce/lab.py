@@ -28,6 +28,9 @@ TINY = {
     "random-experts": "tiny-experts",
     "random-dense": "tiny-dense",
     "pocket-eagle": "pocket-eagle-quickly",
+    **dict.fromkeys(
+        ("pocket-lq", "pocket-lq-zero", "pocket-lq-split", "pocket-lq-random", "pocket-lq-levels"), "pocket-lq-quickly"
+    ),
 }  # stand-ins in a quick run
 
 

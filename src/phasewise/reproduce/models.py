@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,12 +25,15 @@ from phasewise.errors import UserError, near
 from phasewise.known.models import every
 from phasewise.load import files_of, load_model, model_path
 from phasewise.model import kv_heads
+from phasewise.model.lq import LQForm
 from phasewise.model.source import copy_vocabulary
 from phasewise.model.widen import widen
 from phasewise.reproduce.aligned_heads import LEARNED, QUICKLY, eagle_beside_pocket
 from phasewise.reproduce.knowers import KEYS, knowing
 from phasewise.reproduce.wide_heads import widen_all
 from phasewise.train.kv_heads import looked_at
+from phasewise.train.lq_job import LQJob
+from phasewise.train.lq_job import convert as split
 from phasewise.train.mixture import of_model
 
 WIDER = 4
@@ -129,6 +134,33 @@ def joined(by: str, target: Path) -> None:
     copy_vocabulary(files, target)
 
 
+LOW_RANK = LQForm(rank=4, bits=5.0, fisher=True, finetune=24)
+"""What the pocket model becomes with low-rank pairs: these take 0.33 bits of the 5."""
+ALLOCATED = "allocated.json"
+
+
+def low_rank(form: LQForm, start: Literal["split", "zero", "random"], target: Path) -> None:
+    """The pocket model in few bits with pairs beside them, by LQ-LoRA or by what it is compared with.
+
+    ALLOCATED says what errors its kinds have, and what the best single kind has.
+    """
+    shutil.rmtree(target, ignore_errors=True)
+    aside = target.with_name(f"{target.name}.parts")
+    shutil.rmtree(aside, ignore_errors=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    gradients = target.with_name("pocket-gradients.safetensors") if form.fisher else None
+    made = split(LQJob("pocket", target, form, start=start, gradients=gradients), silent)
+    told = {"error": made.error, "chosen": made.choice.error, "same": made.same and made.same.error,
+            "kind": made.same and made.same.kinds[0], "bits": made.bits}  # fmt: skip
+    (target / ALLOCATED).write_text(json.dumps(told), encoding="utf-8")
+
+
+@contextmanager
+def silent(title: str, total: int) -> Iterator[Callable[..., object]]:
+    """A bar that nobody sees."""
+    yield lambda done, note="": None
+
+
 def pocket_wide(target: Path) -> None:
     """The pocket model, widened, with its drafting heads."""
     widened(Path(model_path("pocket")), target, WIDER)
@@ -148,6 +180,12 @@ MADE: dict[str, Callable[[Path], None]] = {
     "pocket-1kv-caches": partial(joined, "caches"),
     "pocket-1kv-weights": partial(joined, "weights"),
     "pocket-1kv-mean": partial(joined, "mean"),
+    "pocket-lq": partial(low_rank, LOW_RANK, "split"),
+    "pocket-lq-zero": partial(low_rank, LOW_RANK, "zero"),
+    "pocket-lq-split": partial(low_rank, replace(LOW_RANK, finetune=0), "split"),
+    "pocket-lq-random": partial(low_rank, replace(LOW_RANK, finetune=0), "random"),
+    "pocket-lq-levels": partial(low_rank, replace(LOW_RANK, rank=0, finetune=0), "split"),
+    "pocket-lq-quickly": partial(low_rank, replace(LOW_RANK, fisher=False, finetune=0), "split"),
     **{name: partial(knowing, name) for name in KEYS},
     "random-experts": partial(random_llama, layers=8, hidden=256, context=4096, experts=16),
     "random-dense": partial(random_llama, layers=8, hidden=512, context=32768),

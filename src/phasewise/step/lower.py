@@ -160,7 +160,7 @@ def _until(span: Span, flat: ContiguousView, found: Lowered | Unlowered) -> int:
 
 
 def _lower(span: Span, flat: ContiguousView, stack: Stack, windows: Sequence[int]) -> Lowered | Unlowered:
-    whole = _everything(span, flat, windows)
+    whole = _everything(span, flat, stack, windows)
     if isinstance(whole, Unlowered):
         return whole
     plan = span.plan
@@ -196,10 +196,10 @@ def _layout(span: Span, stack: Stack) -> ContiguousView | Unlowered:
     return flat
 
 
-def _everything(span: Span, flat: ContiguousView, windows: Sequence[int]) -> StackSpan | Unlowered:
+def _everything(span: Span, flat: ContiguousView, stack: Stack, windows: Sequence[int]) -> StackSpan | Unlowered:
     """The span's rows reading everything before them, or why kernels cannot do that."""
     delta, sees = span.delta, span.sees
-    tuned = None if delta is None else delta.table(span.walk or range(len(flat.layers)))
+    tuned = None if delta is None else delta.table(span.walk or range(len(flat.layers)), stack.beside)
     if delta is not None and tuned is None:
         return Unlowered("low-rank weights are no table of the kernels")
     seats = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -41,6 +41,10 @@ BIAS_BYTES = 4  # of a bias, float32
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "gelu", "relu")  # as kernels.h numbers them
 
 
+LowRank = tuple[PackedWeights, PackedWeights]
+"""Low-rank weights beside a linear layer's own, down and up: y += (x down^T) up^T."""
+
+
 class StackNorm(NamedTuple):
     weight: Tensor
     eps: float
@@ -60,7 +64,8 @@ class StackExperts:
 class StackLayer:
     """One layer as the kernel takes it; where there is no attention or no MLP, rows pass that by. `heads_norm`
     [Hq + H, D] is of queries and keys, each head by itself; or, if `whole`, over all queries of a row, then over all
-    its keys. `turn` is its rotation."""
+    its keys. `turn` is its rotation. `beside`: low-rank weights of qkv, o, gate and up, and down, where there are any;
+    all rows run with them but those of spans that bring a table of their own."""
 
     attention: tuple[PackedWeights, PackedWeights] | None  # qkv, o
     mlp: tuple[PackedWeights, PackedWeights] | StackExperts | None  # gate and up, down
@@ -72,6 +77,7 @@ class StackLayer:
     window: int | None
     scale: float
     softcap: float | None
+    beside: Sequence[LowRank | None] = ()
 
 
 @dataclass(frozen=True)
@@ -105,8 +111,9 @@ class StackSpan(NamedTuple):
     (kernels.h) [layers, H], where heads hold unequally many rows, of which `missing` bytes are less than n of each, or
     where some see windows (`narrow`); such a span has neither window nor choice. With a `weighed` its
     only row, of plain KV, does not see all, and says what it attends to. All these are members of no common. `tuned`:
-    the address of LowRank (kernels.h) [layers, 4], low-rank weights that its rows run with. `bias`: that of float32
-    [layers, Hq], added to the scores of slot 0 as in Seen; such a span is no member of a common either, nor `unequal`.
+    the address of LowRank (kernels.h) [layers, 4], low-rank weights that its rows run with instead of the stack's.
+    `bias`: that of float32 [layers, Hq], added to the scores of slot 0 as in Seen; such a span is no member of a common
+    either, nor `unequal`.
     `shared`: the address of Planes [layers, shared_slots / BLOCK], where its first slots lie instead of at `planes`,
     block by block, and none of its own; such a span is neither `sealed` nor `unequal`, and has no choice.
     """
@@ -217,6 +224,9 @@ class Stack:
         self._kept: list[object] = [layers, table]
         counts = [len(layer.mlp.products) if isinstance(layer.mlp, StackExperts) else 0 for layer in layers]
         self._loads = torch.zeros((len(layers), max(counts)), dtype=torch.uint8) if any(counts) else None
+        self.beside = {(i, which): pair for i, layer in enumerate(layers)
+                       for which, pair in enumerate(layer.beside) if pair is not None}  # fmt: skip
+        self._beside = low_rank_table(range(len(layers)), self.beside) if self.beside else None
         self._layers = Structures(LayerStruct, [self._layer(layer, i) for i, layer in enumerate(layers)])
         self.hidden, self.count = shape.hidden, len(layers)
         self.reading = sum(layer.attention is not None for layer in layers)
@@ -297,6 +307,10 @@ class Stack:
             self._last = ready = _Ready(x, call)
         return ready.call
 
+    def tuned(self, spans: Sequence[StackSpan]) -> Structures[TunedStruct]:
+        """The rows of a call that run with low-rank weights, by the tables of their spans or by the stack's own."""
+        return _tuned(spans, 0 if self._beside is None else self._beside.address)
+
     def run(self, call: StackCallStruct) -> bool:
         """The kernel. -> whether it has done what is asked."""
         return not self._run(call.address)
@@ -332,7 +346,7 @@ class Halves:
         commons: Sequence[Common] = (),
     ) -> None:  # fmt: skip
         self.x, self._stack, self._numbers, self._turns = rows.x, stack, numbers, turns
-        self._tuned = _tuned(spans)
+        self._tuned = stack.tuned(spans)
         self._rows, self._embedded, self._at = rows, False, 0
         self._spans = spans  # whose seats the table has the addresses of
         pieces = [span.pieces or (span,) for span in spans]
@@ -404,13 +418,23 @@ class Halves:
                 span.done = 0
 
 
-def _tuned(spans: Sequence[StackSpan]) -> Structures[TunedStruct]:
-    """Rows that run with low-rank weights; neighbours that share them are one item."""
+def low_rank_table(layers: Sequence[int], pairs: Mapping[tuple[int, int], LowRank]) -> Structures[LowRankStruct]:
+    """LowRank (kernels.h) [layers, 4] of what lies beside (layer, linear). The weights must be kept alive."""
+    found = [pairs.get((layer, which)) for layer in layers for which in range(LINEARS)]
+    return Structures(LowRankStruct, [
+        LowRankStruct() if pair is None else LowRankStruct(down=pair[0].address, up=pair[1].address) for pair in found
+    ])  # fmt: skip
+
+
+def _tuned(spans: Sequence[StackSpan], own: int) -> Structures[TunedStruct]:
+    """Rows that run with low-rank weights; neighbours that share them are one item. `own`: the address of the stack's
+    table, for spans that bring none; 0: it has none."""
     found, at = list[TunedStruct](), 0
     for span in spans:
-        if span.tuned and found and (found[-1].to, found[-1].layers) == (at, span.tuned):
+        layers = span.tuned or own
+        if layers and found and (found[-1].to, found[-1].layers) == (at, layers):
             found[-1].to += span.rows
-        elif span.tuned:
-            found.append(TunedStruct(from_=at, to=at + span.rows, layers=span.tuned))
+        elif layers:
+            found.append(TunedStruct(from_=at, to=at + span.rows, layers=layers))
         at += span.rows
     return Structures(TunedStruct, found)
