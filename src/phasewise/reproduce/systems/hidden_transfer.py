@@ -29,7 +29,8 @@ SYSTEM = System(
     title="Hidden Transfer",
     paper=Paper("Parallel Decoding via Hidden Transfer for Lossless Large Language Model Acceleration", "2404.12022"),
     claim="linear maps between two layers make pseudo hidden states of several later tokens, which the other layers "
-    "refine in the same pass: faster than Medusa and self-speculative decoding, the other ways with a single model.",
+    "refine in the same pass: faster than Medusa and self-speculative decoding, the other ways with a single model "
+    "(figures only in its tables).",
     conditions=("LLaMA-2-Chat and Vicuna, 7B and 13B", "tree verification in the same pass", "one request at a time"),
     method=drafting(),
     baseline=Setting(most=1),

@@ -146,7 +146,6 @@ SYSTEM = System(
     missing=(
         "beside another speculative method, where the paper gains up to 1.22 times more",
         "rows a pass chosen by what they take on the device",
-        "Medusa's heads trained on the same texts, prompts included",
     ),
     counters=(
         PASSES, FREE,
