@@ -16,7 +16,7 @@ from scipy.optimize import minimize
 from phasewise.errors import UserError
 from phasewise.llm import LLM, vector_of
 from phasewise.load import config_of, model_path
-from phasewise.methods.verify.judge import Judge
+from phasewise.methods.verify.judge import JudgeDecoding
 from phasewise.model import artefacts
 from phasewise.request.params import Params
 from phasewise.train import completions
@@ -167,12 +167,12 @@ def test_a_run_that_goes_on_mines_nothing_twice(tmp_path: Path, monkeypatch: pyt
     """Two questions are too few to learn from, which is said once they are mined, and again without mining."""
     job = ArtefactJob("pocket", tmp_path, tokens=2 * verify_judge.ROOM)
     with pytest.raises(UserError, match="guesses to learn from"):
-        verify_judge.train(Judge(), job)
+        verify_judge.train(JudgeDecoding(), job)
     before = (tmp_path / verify_judge.KEPT).read_text()
     assert json.loads(before.partition("\n")[0])["done"] == 2
     monkeypatch.delattr(verify_judge, "mine")
     with pytest.raises(UserError, match="guesses to learn from"):
-        verify_judge.train(Judge(), replace(job, resume=True))
+        verify_judge.train(JudgeDecoding(), replace(job, resume=True))
     assert (tmp_path / verify_judge.KEPT).read_text() == before
 
 
@@ -227,7 +227,7 @@ def test_what_is_judged_was_never_mined() -> None:
 
 def test_the_head_that_ships_says_how_it_was_made() -> None:
     folder = Path(model_path("pocket")) / artefacts.FOLDER
-    made = Judge().artefact(config_of("pocket"))
+    made = JudgeDecoding().artefact(config_of("pocket"))
     assert artefacts._about(folder / made.file, "")["command"].startswith(
         "phasewise train artefact verify.judge:mined=pocket-draft --model pocket --tokens 20000"
     )

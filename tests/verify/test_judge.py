@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from phasewise.errors import UserError
-from phasewise.methods.verify.judge import Judge, JudgeVerifier, odds
+from phasewise.methods.verify.judge import JudgeDecoding, JudgeVerifier, odds
 from phasewise.methods.verify.rejection import Rejection
 from phasewise.model import artefacts
 from phasewise.options import parse, refuse_lossy
@@ -182,7 +182,7 @@ def test_scores_are_those_of_the_guesses_own_states(monkeypatch: pytest.MonkeyPa
     prompt = tiny.prompts(20)[0]
     placed = tiny.engine({"draft": DRAFT, "verify": HALF})
     (request,) = tiny.run(placed, [prompt], tiny.greedy(20))
-    weights = artefacts.load(tiny.model(), Judge(weights="random:0").artefact(tiny.model().config), "random:0")
+    weights = artefacts.load(tiny.model(), JudgeDecoding(weights="random:0").artefact(tiny.model().config), "random:0")
     known, judged = [*prompt, request.out[0]], 0
     for draft, scores, path in Watched.seen:
         for node, score in enumerate(scores):
@@ -212,7 +212,7 @@ def test_what_is_missing_or_wrong_is_named(tmp_path: Any) -> None:
         tiny.engine({"draft": DRAFT, "verify": "judge:threshold=1.5"})
     with pytest.raises(UserError, match="phasewise train artefact verify.judge.*threshold=1"):
         tiny.engine({"draft": DRAFT, "verify": "judge"})
-    judge, other = Judge(), tmp_path / "other.safetensors"
+    judge, other = JudgeDecoding(), tmp_path / "other.safetensors"
     made = judge.artefact(tiny.model().config)
     artefacts.save(other, made, artefacts.random(made, "0"), "of another model", "")
     with pytest.raises(UserError, match="another base model"):

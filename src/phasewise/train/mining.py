@@ -70,11 +70,8 @@ def mine(
         begun = [[*answers[i][: places[i]], guesses[i][places[i]]] for i in live]
         texts = [questions[i].prompt + said for i, said in zip(live, begun)]
         states = models.states(texts)
-        more = [k for k, said in enumerate(begun) if said[-1] not in ends and len(said) < room]
-        for k, rest in zip(more, models.answers([texts[k] for k in more], [room - len(begun[k]) for k in more])):
-            begun[k] = begun[k] + rest
         fresh = []
-        for i, said, state in zip(live, begun, states):
+        for i, said, state in zip(live, _finished(begun, texts, models, room, ends), states):
             fine = questions[i].right(said)
             found.append(MinedToken(i, places[i], fine, state))
             places[i] += 1
@@ -82,6 +79,17 @@ def mine(
                 answers[i] = said
                 fresh.append(i)
     return found
+
+
+def _finished(
+    begun: Sequence[list[int]], texts: Sequence[list[int]], models: MiningModels, room: int, ends: Collection[int]
+) -> list[list[int]]:
+    """Begun answers as the target ends them, of `room` tokens at most; `texts` are the questions with them."""
+    said = [*begun]
+    more = [k for k, each in enumerate(said) if each[-1] not in ends and len(each) < room]
+    for k, rest in zip(more, models.answers([texts[k] for k in more], [room - len(said[k]) for k in more])):
+        said[k] = said[k] + rest
+    return said
 
 
 def _next(answer: Sequence[int], guesses: Sequence[int], start: int) -> int:

@@ -26,7 +26,7 @@ REJECTION = Rejection()
 
 
 @dataclass(frozen=True)
-class Judge(Method):
+class JudgeDecoding(Method):
     """A guess is accepted if `rejection` accepts it, or if sigmoid(w h + b) > `threshold`. h is the model's last state
     at the guess itself, after the final norm: what the model makes of having read it. The pass that verifies the guess
     has computed it anyway.

@@ -18,7 +18,7 @@ from torch import Tensor
 from phasewise.errors import UserError
 from phasewise.llm import LLM
 from phasewise.load import config_of, model_path
-from phasewise.methods.verify.judge import Judge
+from phasewise.methods.verify.judge import JudgeDecoding
 from phasewise.model.artefacts import fingerprint
 from phasewise.model.tokenizer import Tokenizer, begun
 from phasewise.request.params import Params
@@ -40,7 +40,7 @@ VALIDATING_ONE_IN = 4  # questions
 FEWEST = 20  # labels of a kind in either part
 
 
-def train(method: Judge, job: ArtefactJob) -> Path:
+def train(method: JudgeDecoding, job: ArtefactJob) -> Path:
     """Mine, fit and write. `job.out` gets mined.jsonl, which a run that goes on starts from, judge.json (labels, area
     under the curve, what the threshold accepts) and the artefact.
 
