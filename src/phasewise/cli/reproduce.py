@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from phasewise.reproduce.report import Report
 
 DOCUMENT = Path("docs/results/reproduced.md")
+MOST_JOBS = 4  # each holds models of its own
 
 
 @dataclass(frozen=True)
@@ -89,14 +90,30 @@ class ReproduceEffort:
         bool, typer.Option("--quick", help="Small samples and one round, to see that everything runs.")
     ] = False
     jobs: Annotated[
-        int, typer.Option(min=1, help="Systems measured at the same time. More than 1 needs --no-time.")
-    ] = 1
+        int | None,
+        typer.Option(
+            min=1,
+            help="Systems measured at the same time; their times are taken after that, one by one. "
+            f"Default: 1, and with --all one a core, {MOST_JOBS} at most.",
+            show_default=False,
+        ),
+    ] = None
 
     def scale(self) -> Scale:
         from phasewise.reproduce.lab import Scale
 
         rounds = 1 if self.quick else self.rounds
         return Scale(self.examples, rounds, self.seed, not self.no_time, self.quick)
+
+    def turns(self, all_: bool) -> list[tuple[Scale, int]]:
+        """What is measured in turn, and by how many processes: where several measure, times come last, since a busy
+        machine takes none that can be trusted."""
+        from phasewise.bench.machine import cores
+
+        scale, jobs = self.scale(), self.jobs or (min(cores(), MOST_JOBS) if all_ else 1)
+        if jobs == 1 or not scale.time:
+            return [(scale, jobs)]
+        return [(replace(scale, time=False), jobs), (scale, 1)]
 
 
 OUTPUT, EFFORT = ReproduceOutput(), ReproduceEffort()
@@ -116,15 +133,15 @@ def reproduce(
 
     Counters are checked against closed forms, answers, cost and time against the baseline and against rivals. The
     verdict (holds, partly, not here, or open where nothing promised was judged) follows by rule. A drafter takes a
-    minute, a method that gives rows up or reads fewer up to half an hour, and --all some hours on two cores. It keeps
-    what it has found, goes on there when it is started again, and says how long is left.
+    minute, a method that gives rows up or reads fewer up to a quarter of an hour, and --all up to two hours on two
+    cores. It keeps what it has found, goes on there when it is started again, and says how long is left.
 
     [bold]Examples[/]
 
       phasewise reproduce
       phasewise reproduce snapkv --no-time
       phasewise reproduce quest tidal --out docs/results/reproduced.md
-      phasewise reproduce --all --no-time --jobs 2 && phasewise reproduce --all
+      phasewise reproduce --all
       phasewise reproduce --all --anew --json reproduced.json
     """
     from phasewise.reproduce import index
@@ -134,21 +151,24 @@ def reproduce(
         _list()
         return
     _check(names or [], all_, output, effort)
-    scale, before, file, page = effort.scale(), output.kept(all_), output.file(all_), output.page(all_)
-    kept, conditions = before.reports, _conditions(scale)
-    reports: list[Report] = []
-    wanted, answers = names or index.names(), before.baselines.get(conditions, {})
-    for report, answered in _found(wanted, scale, kept if all_ else None, answers, effort.jobs):
-        reports.append(report)
-        answers = answers | answered
-        if file is not None:
-            found = {report.name: report for report in reports}
-            _save(file, KeptFindings(kept | found, before.baselines | {conditions: answers}))
-        if page is not None:  # after each of them: it takes long
-            _write(page, reports, kept, scale)
-        if all_:
-            _say_progress(reports, wanted, kept, scale, effort.jobs)
-    reports.sort(key=lambda report: wanted.index(report.name))
+    before, file, page = output.kept(all_), output.file(all_), output.page(all_)
+    wanted = names or index.names()
+    found: dict[str, Report] = {}
+    kept, conditions = before.reports, _conditions(effort.scale())
+    answers = before.baselines.get(conditions, {})
+    for scale, jobs in effort.turns(all_):
+        standing = dict(kept | found if all_ else found)
+        done: list[Report] = []
+        for report, answered in _found(wanted, scale, standing, answers, jobs, all_):
+            done.append(report)
+            found[report.name], answers = report, answers | answered
+            if file is not None:
+                _save(file, KeptFindings(kept | found, before.baselines | {conditions: answers}))
+            if page is not None:  # after each of them: it takes long
+                _write(page, [*found.values()], kept, scale)
+            if all_:
+                _say_progress(done, wanted, standing, scale, jobs)
+    reports = sorted(found.values(), key=lambda report: wanted.index(report.name))
     sections = [overview(reports)] if all_ else [*(report.markdown() for report in reports)]
     print("\n\n".join(sections))
 
@@ -178,8 +198,6 @@ def _check(names: list[str], all_: bool, output: ReproduceOutput, effort: Reprod
         raise UserError(f"--all tries every system: leave {' '.join(names)!r} out, or leave --all out")
     for name in names:
         index.system(name)
-    if effort.jobs > 1 and not effort.no_time:
-        raise UserError(f"jobs={effort.jobs} would take times while others run: add --no-time, and take times after")
     if output.anew and not all_:
         raise UserError("--anew measures every system again: it goes with --all")
 
@@ -190,24 +208,23 @@ Counting = Callable[[str, int], AbstractContextManager[Count]]
 
 
 def _found(
-    wanted: Sequence[str], scale: Scale, kept: Mapping[str, Report] | None, answers: Answers, jobs: int
+    wanted: Sequence[str], scale: Scale, kept: Mapping[str, Report], answers: Answers, jobs: int, among: bool
 ) -> Iterator[tuple[Report, Answers]]:  # fmt: skip
     """Each system's report, and the default methods' answers that are known by then: in turn, or as they end where
-    `jobs` processes measure. `kept` are reports that may stand; None measures all anew."""
+    `jobs` processes measure. `kept` are reports that may stand. One `among` others that lacks weights fails alone."""
     from phasewise.reproduce.lab import Lab
 
-    among = kept is not None
     if jobs == 1:
         with Lab.open(scale) as lab:
             lab.grades |= answers
             for name in wanted:
-                yield _one(name, lab, among, (kept or {}).get(name)), lab.baselines()
+                yield _one(name, lab, among, kept.get(name)), lab.baselines()
         return
     # spawned, since torch's threads do not survive a fork
-    with ProcessPoolExecutor(jobs, get_context("spawn"), _open_lab, (scale, answers)) as pool:
+    with ProcessPoolExecutor(jobs, get_context("spawn"), _open_lab, (scale, answers, jobs)) as pool:
         try:
             for one in as_completed(
-                [pool.submit(_one_of_several, name, among, (kept or {}).get(name)) for name in wanted]
+                [pool.submit(_one_of_several, name, among, kept.get(name)) for name in _longest_first(wanted, scale)]
             ):
                 yield one.result()
         finally:
@@ -217,9 +234,21 @@ def _found(
 _labs: list[tuple[AbstractContextManager[Lab], Lab]] = []  # the lab of a process that measures for another
 
 
-def _open_lab(scale: Scale, answers: Answers) -> None:
+def _longest_first(wanted: Sequence[str], scale: Scale) -> list[str]:
+    """In the order of their stages, so that no process ends long after the others."""
+    from phasewise.reproduce import index
+    from phasewise.reproduce.runner import stages
+
+    return sorted(wanted, key=lambda name: -stages(index.system(name), scale))
+
+
+def _open_lab(scale: Scale, answers: Answers, jobs: int) -> None:
+    import torch
+
+    from phasewise.bench.machine import cores
     from phasewise.reproduce.lab import Lab
 
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), cores() // jobs)))  # each has its share of the cores
     opened = Lab.open(scale)
     _labs.append((opened, opened.__enter__()))  # its folder goes with the process
     _labs[0][1].grades |= answers
@@ -266,20 +295,26 @@ def progress(
 ) -> str:  # fmt: skip
     """The last verdict, and about how long those will take that are left: as long as they took before, or as the
     others on average, `jobs` at a time."""
-    from phasewise.reproduce import index
-    from phasewise.reproduce.runner import complete
+    from phasewise.reproduce.runner import complete, settled
 
-    known = [report.seconds for report in (*found, *kept.values()) if report.seconds]
-    mean = sum(known) / len(known) if known else 0.0
-    seconds = 0.0
+    spent = [report.seconds - (before.seconds if (before := _standing(report.name, kept)) else 0.0) for report in found]
+    measured = [each for each in spent if each] or [report.seconds for report in kept.values()] or [0.0]
+    mean, seconds = sum(measured) / len(measured), 0.0
     for name in left:
-        before = kept.get(name)
-        if before is None or before.digest != index.digest(name) or not complete(before, scale):
-            seconds += before.seconds if before is not None and before.seconds else mean
+        before = _standing(name, kept)
+        if before is not None and settled(before, scale):
+            seconds += 0.0 if complete(before, scale) else mean  # its times lack
+        else:
+            seconds += kept[name].seconds if name in kept else mean
     last, done = found[-1], len(found)
     return (
         f"{last.name}: {last.verdict.word}. {done} of {done + len(left)}, about {seconds / jobs / 60:.0f} minutes left"
     )
+
+
+def _standing(name: str, kept: Mapping[str, Report]) -> Report | None:
+    """The report on a system that today's methods and rule would give again."""
+    return None if name not in kept or _older(kept[name]) else kept[name]
 
 
 def _save(path: Path, kept: KeptFindings) -> None:
