@@ -66,9 +66,13 @@ def write(path: Path, kinds: Mapping[str, str], *, layers: int = 2, hidden: int 
         kind = kinds.get(name.rpartition(".")[2], kinds[""])
         if len(shape) == 1:
             writer.add_tensor(f"{name}.weight", np.random.default_rng(seed).uniform(0.5, 1.5, shape).astype(np.float32))
-        elif kind == "F32":
+        elif kind in ("F32", "BF16"):
             drawn = np.random.default_rng(seed).standard_normal(shape).astype(np.float32) / shape[1] ** 0.5
-            writer.add_tensor(f"{name}.weight", drawn)
+            if kind == "F32":
+                writer.add_tensor(f"{name}.weight", drawn)
+            else:
+                raw = torch.from_numpy(drawn).bfloat16().view(torch.uint8).numpy()
+                writer.add_tensor(f"{name}.weight", raw, raw_dtype=GGMLQuantizationType.BF16)
         else:
             raw = blocks(kind, *shape, seed)
             writer.add_tensor(f"{name}.weight", raw, raw_dtype=GGMLQuantizationType[kind])
@@ -114,13 +118,20 @@ print(status("VmRSS") - before, status("VmHWM") - status("VmRSS"), model.weight_
 """
 
 
+LARGE = [
+    ({"": "Q4_K", "attn_v": "Q6_K", "ffn_down": "Q6_K", "token_embd": "Q6_K"}, 11),
+    ({"": "Q4_K", "token_embd": "BF16"}, 9),
+    ({"": "Q4_K", "token_embd": "Q6_K", "output": "BF16"}, 5),
+]
+
+
 @pytest.mark.thorough
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_nothing_is_expanded_or_held_twice(tmp_path: Path) -> None:
-    """Of a file of 140 MB: what stays, and what loading takes beyond that."""
+@pytest.mark.parametrize("kinds, layers", LARGE, ids=["blocks", "bfloat16, tied", "bfloat16, a head"])
+def test_nothing_is_expanded_or_held_twice(kinds: dict[str, str], layers: int, tmp_path: Path) -> None:
+    """Of a file of 130 to 160 MB: what stays, and what loading takes beyond that."""
     small = write(tmp_path / "small.gguf", {"": "Q4_K", "token_embd": "Q6_K"})
-    large = write(tmp_path / "large.gguf", {"": "Q4_K", "attn_v": "Q6_K", "ffn_down": "Q6_K", "token_embd": "Q6_K"},
-                  layers=11, hidden=1024, inner=4096, vocab=32_000)  # fmt: skip
+    large = write(tmp_path / "large.gguf", kinds, layers=layers, hidden=1024, inner=4096, vocab=32_000)
     done = subprocess.run([sys.executable, "-c", PROBE, small, large], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     stays, beyond, told = map(int, done.stdout.split())

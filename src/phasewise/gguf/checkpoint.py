@@ -29,13 +29,13 @@ ASIDE = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|.*\.at
 class GGUFModel:
     """A model's files: `settings` as in config.json, and its tensors, `where` they are by name.
 
-    Tensors in blocks are expanded when they are read, or given as they lie (`blocks`). Raises UserError (BrokenFile,
-    UnsupportedModel, WeightsError) naming the file.
+    Tensors in blocks are expanded when they are read, or given as they lie (`blocks`). A matrix in bfloat16 is a view
+    of the mapped file. Raises UserError (BrokenFile, UnsupportedModel, WeightsError) naming the file.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        files = _files(path)
+        files = self._files = _files(path)
         self.meta = Metadata(files[0].metadata, path)
         self._tensors: dict[str, tuple[GGUFFile, TensorInfo]] = {}
         for file in files:
@@ -123,6 +123,8 @@ class GGUFModel:
         """The tensor, expanded a piece at a time; `dtype` None: as `dtype(name)` says."""
         change, shape = self._ways[name].change, self.shape(name)
         info, rows, done = self._rows(name)
+        if len(shape) > 1 and not change and info.type.name == "BF16" and dtype in (None, torch.bfloat16):
+            return torch.from_numpy(rows.reshape(-1)).view(torch.bfloat16).view(shape)
         heads = self._heads(change)
         if len(shape) == 1:  # one value a row, as pairs are undone by rows
             values = _expanded(info.type, rows).reshape(-1, 1)
@@ -143,7 +145,11 @@ class GGUFModel:
         return int(self.settings[key]) if key else 0
 
     def let_go(self, tensor: Tensor) -> None:
-        """Does nothing: what was read is a copy, and the file's own memory is given back as it is made."""
+        """Gives back the memory of the file in which rows of a view lie; that of a copy was given back in making it."""
+        for file in self._files:
+            start = tensor.data_ptr() - file.address
+            if start >= 0 and start + tensor.nbytes <= file.bytes:
+                file.let_go(start, start + tensor.nbytes)
 
 
 def _expanded(kind: BlockType, raw: Bytes) -> Floats:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import mmap
 import struct
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ LENGTH = struct.Struct("<Q")  # of a text, before it
 MOST_DIMENSIONS = 4
 LONGEST_KEY = 65_535  # bytes, of a key or the name of a tensor
 MOST = (1 << 31) - 1  # of any size that metadata give
+NORESERVE = 0x4000  # Linux: a file larger than memory may be mapped so that it could be written to
 AROUND = 1 << 21  # bytes, a power of 2: Linux maps up to so many where one is read of a file that it has in memory
 
 
@@ -222,6 +224,15 @@ class GGUFFile:
         flat = np.frombuffer(self._map, np.uint8, info.bytes, info.start)
         return flat.reshape(-1, info.type.bytes_of(info.shape[-1:]))
 
+    @property
+    def address(self) -> int:
+        """Where the file's first byte is mapped."""
+        return int(np.frombuffer(self._map, np.uint8, 1).ctypes.data)
+
+    @property
+    def bytes(self) -> int:
+        return len(self._map)
+
     def let_go(self, start: int, end: int) -> None:
         """Gives back the memory of bytes `start` to `end` of the file; they are read again if they must be.
 
@@ -233,9 +244,13 @@ class GGUFFile:
 
 
 def _mapped(path: Path) -> mmap.mmap:
+    """The file's bytes. Whoever writes to them changes a copy: torch takes no memory that may not be written."""
     try:
         with path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            if sys.platform == "linux":
+                flags = mmap.MAP_PRIVATE | NORESERVE
+                return mmap.mmap(file.fileno(), 0, flags, mmap.PROT_READ | mmap.PROT_WRITE)
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except ValueError as error:  # nothing can be mapped of an empty file
         raise BrokenFile(f"{path} is empty. Download or export it again.") from error
     except OSError as error:
