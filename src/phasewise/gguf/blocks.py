@@ -50,7 +50,7 @@ class BlockMatrix(NamedTuple):
     `order` int64 [rows]: which of these rows is each row of the matrix; None: as they lie. `done` is told that rows of
     `raw` from one on up to another, that one not among them, need not stay in memory. `columns` int64 [inputs]: which
     input of the matrix is each input of `raw`; None: as they lie. `beside`: what is added to the matrix that the blocks
-    stand for; parts of one linear layer may share its `down`.
+    stand for; parts of one linear layer may share its `down`. `whole`: a number that they are multiplied with.
     """
 
     kind: str
@@ -59,6 +59,7 @@ class BlockMatrix(NamedTuple):
     done: Callable[[int, int], None]
     columns: NDArray[np.int64] | None = None
     beside: LowRankPair | None = None
+    whole: float | None = None
 
 
 def _half(raw: Bytes) -> Floats:

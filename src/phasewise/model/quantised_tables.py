@@ -10,8 +10,8 @@ Bytes hold two levels. A weight is `scale * value`, in MLX's form `scale * level
                            weight.quant_state.bitsandbytes__nf4, uint8
     mlx                    weight uint32 [out, in / 8], the first low   scales, biases [out, groups]
 
-MXFP4 is a kind as it is, MLX's is Q4_1. NVFP4's scale of a whole tensor and the values of NF4 have no kernel: these are
-expanded, and the log says so.
+MXFP4 is a kind as it is, MLX's is Q4_1. NVFP4's blocks are those of GGUF, and the scale of a whole tensor goes with them.
+NF4 in blocks of 64 inputs has a kind, whose scales are float16. FP4 has none: it is expanded, and the log says so.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ from phasewise.gguf.blocks import BlockMatrix
 from phasewise.model.quantisation import READ, Quantisation
 from phasewise.model.quantised_tensors import QuantisedTensors
 from phasewise.model.weights import DTYPES, Checkpoint
-from phasewise.ops.native.levels import KINDS
+from phasewise.ops.native.levels import KINDS, NF4
 
 Bytes = NDArray[np.uint8]
 log = logging.getLogger(__name__)
 OUTPUTS = 256  # that are made at a time
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same below 0
 FP4 = torch.tensor([*E2M1, *(-value for value in E2M1)])
+HALF_STEP = 2.0**-11  # that float16 rounds by, relative to the number, at most; below 2^-14 it is more
 LARGEST_STATE = 1 << 16  # bytes of JSON
 Some = Callable[[slice], Tensor]
 
@@ -59,6 +60,7 @@ class TableMatrix:
     blocks: Callable[[slice, Tensor], Bytes]  # the same as blocks [n, bytes of a row]
     parts: tuple[Tensor, ...]
     why: str = ""  # there is no kind
+    whole: float | None = None  # what blocks are multiplied with
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -137,7 +139,7 @@ class TableQuantised(QuantisedTensors[TableMatrix]):
             if end == found.outputs:
                 self._let_go(found)
 
-        return BlockMatrix(found.kind, found, None, done)
+        return BlockMatrix(found.kind, found, None, done, whole=found.whole)
 
     def let_go(self, tensor: Tensor) -> None:
         self.checkpoint.let_go(tensor)
@@ -226,11 +228,20 @@ def _nvfp4(parts: _Parts, said: Quantisation) -> TableMatrix:
     if parts.has("input_global_scale"):
         parts.take("input_global_scale", *DTYPES)  # of activations, whose rounding is not imitated
 
+    signed = bool((scales.view(torch.uint8) > 127).any())
+    why = "a scale of nvfp4 is below 0" if signed else "" if inputs % 64 == 0 else "64 inputs are a block of nvfp4's"
+
     def values(some: slice, levels: Tensor) -> Tensor:
         return FP4[levels.int()] * (scales[some].float() / whole).repeat_interleave(16, 1)
 
-    return TableMatrix(parts.name, outputs, inputs, None, lambda some: _low_first(packed[some]), values, _no_blocks,
-                       tuple(parts.tensors), "nvfp4's scale of a whole tensor has no kernel yet")  # fmt: skip
+    def blocks(some: slice, levels: Tensor) -> Bytes:
+        heads = scales[some].view(torch.uint8).reshape(-1, inputs // 64, 4)
+        quarters = levels.reshape(len(levels), inputs // 64, 4, 16)
+        nibbles = quarters[..., :8] | quarters[..., 8:] << 4
+        return torch.cat((heads, nibbles.flatten(2)), -1).flatten(1).numpy()
+
+    return TableMatrix(parts.name, outputs, inputs, None if why else "NVFP4", lambda some: _low_first(packed[some]),
+                       values, blocks, tuple(parts.tensors), why, 1 / float(whole))  # fmt: skip
 
 
 def _own_shape(parts: _Parts, outputs: int, inputs: int) -> None:
@@ -290,8 +301,25 @@ def _bitsandbytes(parts: _Parts, said: Quantisation) -> TableMatrix:
         places = torch.arange(some.start * inputs, some.stop * inputs) // size
         return table[found.int()] * scales[places].reshape(found.shape)
 
-    return TableMatrix(parts.name, outputs, inputs, None, levels, values, _no_blocks, tuple(parts.tensors),
-                       f"{said.layout}'s values have no kernel yet")  # fmt: skip
+    def blocks(some: slice, found: Tensor) -> Bytes:
+        nibbles = (found[:, ::2] | found[:, 1::2] << 4).reshape(len(found), -1, 32)
+        heads = halves[some.start * inputs // 64 : some.stop * inputs // 64].view(torch.uint8)
+        return torch.cat((heads.reshape(len(found), -1, 2), nibbles), -1).flatten(1).numpy()
+
+    halves, why = scales.half(), _why_expanded(said.layout, table, size, inputs, scales)
+    return TableMatrix(parts.name, outputs, inputs, None if why else "NF4", levels, values, blocks,
+                       tuple(parts.tensors), why)  # fmt: skip
+
+
+def _why_expanded(layout: str, table: Tensor, size: int, inputs: int, scales: Tensor) -> str:
+    """Why a matrix of bitsandbytes' is not kept as NF4; empty: it is."""
+    if layout != "nf4" or not torch.equal(table, torch.tensor(NF4)):
+        return f"{layout}'s values have no kernel yet" if layout != "nf4" else "its quant_map is not NF4's"
+    if size != 64 or inputs % size:
+        return f"NF4's kernel takes blocks of 64 inputs, and these are of {size} in rows of {inputs:,}"
+    if bool((scales.half().float() - scales).abs().gt(scales.abs() * HALF_STEP).any()):
+        return "float16 does not hold its scales"
+    return ""
 
 
 def _state(parts: _Parts, kind: str) -> dict[str, Any]:

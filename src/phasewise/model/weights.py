@@ -336,7 +336,7 @@ class Weights:
             dense = dense if columns is None else dense[:, columns]
             return pack(dense, "int8" if self.int8 else "bfloat16", self.checkpoint.let_go)
         form, stored = found
-        return pack_blocks(stored.raw, form, stored.order, stored.done)
+        return pack_blocks(stored.raw, form, stored.order, stored.done, stored.whole)
 
     def packed(self, weight: Tensor, bias: Tensor | None = None, *, exact: bool = False) -> Linear:
         """A linear layer in the precision asked for; `exact` leaves the weight as it is."""

@@ -190,6 +190,7 @@ class WeightsPartStruct(Structure):
     packed: Pointer = None
     scales: Pointer = None
     outputs: int = 0
+    whole: float = 0.0
 
 
 class WeightsStruct(Structure):

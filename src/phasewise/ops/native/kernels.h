@@ -18,9 +18,9 @@ struct Rows {  // a matrix whose rows are contiguous; data null: none
 };
 
 // How a part of a layer's weights is packed and multiplied: forms.h says what every form can do.
-// From WEIGHTS_LEVELS on every kind of few bits (level_kinds.h) is two forms, for rows in bfloat16 and in int8 (e4m3: in
-// bfloat16 both).
-constexpr long LEVEL_KINDS = 19;
+// From WEIGHTS_LEVELS on every kind of few bits (level_kinds.h) is two forms, for rows in bfloat16 and in int8 (levels
+// that are no whole numbers: in bfloat16 both).
+constexpr long LEVEL_KINDS = 20;
 enum WeightForm { WEIGHTS_BFLOAT16, WEIGHTS_INT8, WEIGHTS_LEVELS, WEIGHT_FORMS = WEIGHTS_LEVELS + 2 * LEVEL_KINDS };
 
 struct WeightsPart {    // consecutive outputs of a layer that share a form, packed by `linear_pack`
@@ -28,6 +28,7 @@ struct WeightsPart {    // consecutive outputs of a layer that share a form, pac
   void* packed;         // panels of WIDTH outputs, of `panel_bytes` each; the part begins with a panel of its own
   const float* scales;  // int8: [panels, groups of 128 inputs, WIDTH], what one step of a weight is worth
   int64_t outputs;
+  double whole;         // few bits: what all weights are multiplied with beside their scales; 0: nothing
 };
 
 struct Weights {             // of one linear layer: the outputs of its parts, one after the other

@@ -31,7 +31,7 @@ template <size_t N> void add(std::string& text, const char* name, size_t size, c
 std::string describe() {
   std::string text;
   STRUCTURE(Rows, F(data), F(stride), F(kind));
-  STRUCTURE(WeightsPart, F(form), F(packed), F(scales), F(outputs));
+  STRUCTURE(WeightsPart, F(form), F(packed), F(scales), F(outputs), F(whole));
   STRUCTURE(Weights, F(parts), F(count), F(bias), F(outputs), F(inputs));
   STRUCTURE(LinearCall, F(weights), F(x), F(add), F(y), F(rows), F(threads), F(best), F(cap));
   STRUCTURE(Sight, F(window), F(sinks), F(far), F(seats), F(block), F(bias));

@@ -57,7 +57,7 @@ __attribute__((always_inline)) inline void pin(__m256i& x) { asm volatile("" : "
 template <long BITS_> struct PlainLevels {
   static constexpr long BITS = BITS_, GROUP = SECTION;
   static constexpr int OFFSET = BITS == 8 ? 128 : 0;  // bytes of 8 bits are multiplied with their signs
-  static constexpr bool TABLE = false, E4M3 = false;
+  static constexpr bool TABLE = false, E4M3 = false, FLOATS = false;
   static constexpr int8_t VALUES[16] = {};
 };
 
@@ -66,10 +66,15 @@ struct E4m3Levels : PlainLevels<8> {
   static constexpr bool E4M3 = true;
 };
 
+struct Nf4Levels : PlainLevels<4> {
+  static constexpr bool FLOATS = true;
+};
+
 template <class Kind>
-using Alike = std::conditional_t<Kind::E4M3, E4m3Levels,
+using Alike = std::conditional_t<Kind::FLOATS, Nf4Levels, 
+              std::conditional_t<Kind::E4M3, E4m3Levels,
               std::conditional_t<!Kind::TABLE, PlainLevels<Kind::BITS>,
-              std::conditional_t<Kind::OFFSET == 128, IQ4_NL, MXFP4>>>;
+              std::conditional_t<Kind::OFFSET == 128, IQ4_NL, MXFP4>>>>;
 
 template <class Kind> constexpr int PARTS = Kind::GROUP < SECTION ? 2 : 1;  // groups of a section
 
@@ -292,8 +297,23 @@ constexpr PlaceMasks place_masks(bool nibbles) {
   return found;
 }
 
+// NF4's values, by level.
+inline F nf4(I level) {
+  struct Wide {
+    alignas(32) uint32_t at[16];
+  };
+  static constexpr Wide VALUES = [] {
+    Wide found = {};
+    for (int i = 0; i < 16; i++) found.at[i] = (uint32_t)NF4::BFLOATS[i] << 16;
+    return found;
+  }();
+  const __m256 low = _mm256_permutevar8x32_ps(load<__m256>(VALUES.at), (__m256i)level);
+  const __m256 high = _mm256_permutevar8x32_ps(load<__m256>(VALUES.at + 8), (__m256i)level);
+  return (F)_mm256_blendv_ps(low, high, (__m256)(level << 28));
+}
+
 template <class Levels> struct FloatLevels {
-  static constexpr bool NIBBLES = Levels::BITS == 4 && !Levels::TABLE;
+  static constexpr bool NIBBLES = Levels::BITS == 4 && !Levels::TABLE && !Levels::FLOATS;
   static constexpr PlaceMasks MASKS = place_masks(NIBBLES);
 
   static constexpr bool masked(int nibble) { return place_of_level(NIBBLES, nibble) || nibble / 2 == 0; }
@@ -303,6 +323,8 @@ template <class Levels> struct FloatLevels {
   __attribute__((always_inline)) static F of(I word, int nibble, I mask) {
     if constexpr (Levels::E4M3)
       return from_e4m3(shift_right(word, nibble / 2 * 8) & 255) * (float)(1 << place_of_level(false, nibble));
+    if constexpr (Levels::FLOATS)
+      return nf4(shift_right(word, nibble / 2 * 8)) * (float)(1 << place_of_level(false, nibble));
     return __builtin_convertvector(masked(nibble) ? word & mask : shift_right(word, NIBBLES ? 28 : 24), F);
   }
 

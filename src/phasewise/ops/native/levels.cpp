@@ -44,8 +44,11 @@ template <class Kind> void unpack_row(const WeightsPart& part, long inputs, long
     for (long i = 0; i < Kind::GROUP; i++) {
       const uint8_t* section = panel + section_at<Kind>((from + i) / SECTION);
       const int level = level_at<Kind>(section, output, (from + i) % SECTION);
-      const float value = Kind::E4M3 ? from_e4m3(level) : (float)value_of<Kind>(level);
-      out[i] = narrow(value * d[output - at] + m[output - at]);  // the product is exact, or m nought
+      const float value = Kind::E4M3     ? from_e4m3(level)
+                          : Kind::FLOATS ? widen((bf16)Kind::BFLOATS[level & 15])
+                                         : (float)value_of<Kind>(level);
+      const float found = value * d[output - at] + m[output - at];  // the product is exact, or m nought
+      out[i] = narrow(part.whole ? found * (float)part.whole : found);
     }
   }
 }
@@ -62,7 +65,7 @@ template <class Kind> constexpr Form pairs_form() {
 }
 
 template <class Kind> constexpr Form bytes_form() {
-  if constexpr (Kind::E4M3) {
+  if constexpr (Kind::E4M3 || Kind::FLOATS) {
     return pairs_form<Kind>();
   } else {
     constexpr long GROUP = IN_GROUP_OF<Kind>;
@@ -100,5 +103,5 @@ const Form LEVEL_FORMS[] = {  // in the order of KINDS in ops/native/levels.py
     BOTH(IQ4_NL),         BOTH(MXFP4),          BOTH(NVFP4),
     BOTH(Int4<32, false>), BOTH(Int4<64, false>), BOTH(Int4<128, false>),
     BOTH(Int4<32, true>),  BOTH(Int4<64, true>),  BOTH(Int4<128, true>),
-    BOTH(Fp8<32>),         BOTH(Fp8<128>),
+    BOTH(Fp8<32>),         BOTH(Fp8<128>),        BOTH(NF4),
 };

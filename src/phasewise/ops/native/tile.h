@@ -228,10 +228,16 @@ __attribute__((noinline)) inline void write_rarely(const LinearCall& call, long 
     store_row(call.y, row, column, count, values);
 }
 
+// Out of line, as few weights have a number that all are multiplied with.
+__attribute__((noinline)) inline void times_whole(float whole, F* values) {
+  for (int j = 0; j < WIDTH / LANES; j++) values[j] *= whole;
+}
+
 // y[row, of_part ...] = values + bias + add, for outputs of a part; or, given `best`, only the largest of them is kept.
 inline void write(const PartProduct& product, long row, long of_part, long count, F* values) {
   const LinearCall& call = product.call;
   const long column = product.first + of_part;
+  if (product.part.whole) times_whole((float)product.part.whole, values);
   if (count < WIDTH || call.cap || call.best) return write_rarely(call, row, column, count, product.thread, values);
   add_rest(call, row, column, WIDTH, values);
   store_row(call.y, row, column, WIDTH, values);

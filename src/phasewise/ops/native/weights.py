@@ -31,10 +31,11 @@ class PackedPart(NamedTuple):
     panels: Tensor
     scales: Tensor | None
     nbytes: int  # of the parameters, however the panels are filled up
+    whole: float | None = None  # what all weights are multiplied with beside the scales of their blocks
 
     @property
     def struct(self) -> WeightsPartStruct:
-        return _struct(self.form, self.panels.data_ptr(), self.scales, self.outputs)
+        return _struct(self.form, self.panels.data_ptr(), self.scales, self.outputs, self.whole)
 
 
 def pack(weight: Tensor, form: str, done: Callable[[Tensor], None] | None = None) -> PackedPart:
@@ -70,12 +71,13 @@ def form_of_blocks(kind: str, *, int8: bool) -> str | None:
 
 def pack_blocks(
     blocks: levels.BlockRows, form: str, order: NDArray[np.int64] | None = None,
-    done: Callable[[int, int], None] | None = None,
+    done: Callable[[int, int], None] | None = None, whole: float | None = None,
 ) -> PackedPart:  # fmt: skip
     """Packs a weight that is blocks, uint8 [out, bytes of a row], in one of `levels.FORMS`, slice by slice of its rows.
 
     Rows must be of whole blocks, and may lie any number of bytes apart. Row i of the weight is row `order[i]` of the
-    blocks, or i. `done` is told that the rows from one of the weight's on up to another have been packed.
+    blocks, or i. `done` is told that the rows from one of the weight's on up to another have been packed. `whole`: a
+    finite number but 0 that the blocks are to be multiplied with.
     """
     kernels, threads, kind = library(), torch.get_num_threads(), levels.KINDS[form.partition("/")[0]]
     assert kernels is not None
@@ -93,11 +95,14 @@ def pack_blocks(
         kernels.linear_pack(source.address, target.address, inputs, threads)
         if done is not None:
             done(start, end)
-    return PackedPart(form, outputs, inputs, panels, None, outputs * row)
+    return PackedPart(form, outputs, inputs, panels, None, outputs * row, whole)
 
 
-def _struct(form: str, panels: int, scales: Tensor | None, outputs: int) -> WeightsPartStruct:
-    return WeightsPartStruct(form=FORMS.index(form), packed=panels, scales=scales, outputs=outputs)
+def _struct(
+    form: str, panels: int, scales: Tensor | None, outputs: int, whole: float | None = None
+) -> WeightsPartStruct:  # fmt: skip
+    form_index = FORMS.index(form)
+    return WeightsPartStruct(form=form_index, packed=panels, scales=scales, outputs=outputs, whole=whole or 0.0)
 
 
 class PackedWeights:
