@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from phasewise.errors import UserError
 from phasewise.load import files_of
@@ -70,3 +71,11 @@ def test_heads_are_joined_in_three_ways(shelf: Shelf, monkeypatch: pytest.Monkey
     prompt = PromptSource(4096, 0, False).code(48)
     outs = [said(model, prompt).outs[0] for model in made.values()]
     assert len(set(map(tuple, outs))) == 3
+
+
+def test_joined_heads_learn_what_joining_touched(shelf: Shelf, tmp_path: Path) -> None:
+    """The attentions alone: what they are held against has learned as many tokens."""
+    models.joined("mean", tmp_path / "taught", tokens=1)
+    before, after = (files_of(str(path)).tensors() for path in (shelf.path("pocket-1kv-mean"), tmp_path / "taught"))
+    moved = {name for name in before.where if not torch.equal(before.read(name), after.read(name))}
+    assert "model.layers.0.self_attn.q_proj.weight" in moved and not any("mlp" in name for name in moved)

@@ -28,6 +28,8 @@ TINY = {
     "random-experts": "tiny-experts",
     "random-dense": "tiny-dense",
     "pocket-eagle": "pocket-eagle-quickly",
+    "pocket-1kv-caches-taught": "pocket-1kv-caches",
+    "pocket-1kv-mean-taught": "pocket-1kv-mean",
     **dict.fromkeys(
         ("pocket-lq", "pocket-lq-zero", "pocket-lq-split", "pocket-lq-random", "pocket-lq-levels"), "pocket-lq-quickly"
     ),

@@ -31,7 +31,7 @@ from phasewise.model.widen import widen
 from phasewise.reproduce.aligned_heads import LEARNED, QUICKLY, eagle_beside_pocket
 from phasewise.reproduce.knowers import KEYS, knowing
 from phasewise.reproduce.wide_heads import widen_all
-from phasewise.train.kv_heads import looked_at
+from phasewise.train.kv_heads import KVHeadsJob, looked_at, recover
 from phasewise.train.lq_job import LQJob
 from phasewise.train.lq_job import convert as split
 from phasewise.train.mixture import of_model
@@ -39,6 +39,7 @@ from phasewise.train.mixture import of_model
 WIDER = 4
 VOCAB = 512  # of random models
 CALIBRATED = 32_768  # tokens by which heads are joined
+RECOVERED = 120_000  # tokens that joined heads and averaged ones learn, to be held against one another
 
 
 def untrained(source: Path, target: Path, factor: int = 1) -> None:
@@ -116,9 +117,9 @@ def widened(source: Path, target: Path, factor: int) -> None:
     copy_vocabulary(files, target)
 
 
-def joined(by: str, target: Path) -> None:
-    """The pocket model with one KV head for two, not trained after: by what its caches use, by its weights alone, or
-    with its heads averaged."""
+def joined(by: str, target: Path, tokens: int = 0) -> None:
+    """The pocket model with one KV head for two: by what its caches use, by its weights alone, or with its heads
+    averaged. Then it learns so many tokens, as `phasewise convert kv_heads` has it."""
     files = files_of("pocket")
     config = kv_heads.check(files, 1)
     shutil.rmtree(target, ignore_errors=True)
@@ -132,6 +133,8 @@ def joined(by: str, target: Path) -> None:
         basis = kv_heads.bases(config, seen)
     kv_heads.convert(files, 1, basis, target)
     copy_vocabulary(files, target)
+    if tokens:
+        recover(KVHeadsJob("pocket", 1, target, tokens), files, of_model(files, config.eos, 0))
 
 
 LOW_RANK = LQForm(rank=4, bits=5.0, fisher=True, finetune=24)
@@ -180,6 +183,8 @@ MADE: dict[str, Callable[[Path], None]] = {
     "pocket-1kv-caches": partial(joined, "caches"),
     "pocket-1kv-weights": partial(joined, "weights"),
     "pocket-1kv-mean": partial(joined, "mean"),
+    "pocket-1kv-caches-taught": partial(joined, "caches", tokens=RECOVERED),
+    "pocket-1kv-mean-taught": partial(joined, "mean", tokens=RECOVERED),
     "pocket-lq": partial(low_rank, LOW_RANK, "split"),
     "pocket-lq-zero": partial(low_rank, LOW_RANK, "zero"),
     "pocket-lq-split": partial(low_rank, replace(LOW_RANK, finetune=0), "split"),
