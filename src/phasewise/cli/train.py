@@ -236,6 +236,36 @@ def tools(
         print(train_tools(ArtefactJob(model, out, tokens, seed, resume)))
 
 
+@app.command("units")
+def units(
+    out: Annotated[
+        Path, typer.Option(help="Folder for checkpoints, the loss curve, the learned weights and the model.")
+    ],
+    model: Annotated[str, typer.Option(help="The base model: pocket, or a directory with such a model.")] = "pocket",
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens to train on. Default: the recipe's own number.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights and data.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint in --out.")] = False,
+) -> None:
+    """Teach a pocket model to say several tokens a step (LUD), as pocket-units does.
+
+    The model's own weights are frozen. The command learns low-rank weights, delta.safetensors; --out/model is an
+    ordinary checkpoint with them added.
+
+    [bold]Examples[/]
+
+      phasewise train units --out runs/units
+      phasewise train units --out runs/units --resume
+      phasewise run "def add(" --model runs/units/model --decode lud
+    """
+    with _running(out, resume):
+        from phasewise.train.artefacts import ArtefactJob
+        from phasewise.train.units import train as train_units
+
+        print(train_units(ArtefactJob(model, out, tokens, seed, resume)))
+
+
 @app.command("artefact")
 def artefact(
     method: Annotated[

@@ -10,8 +10,9 @@ Bytes hold two levels. A weight is `scale * value`, in MLX's form `scale * level
                            weight.quant_state.bitsandbytes__nf4, uint8
     mlx                    weight uint32 [out, in / 8], the first low   scales, biases [out, groups]
 
-MXFP4 is a kind as it is, MLX's is Q4_1. NVFP4's blocks are those of GGUF, and the scale of a whole tensor goes with them.
-NF4 in blocks of 64 inputs has a kind, whose scales are float16. FP4 has none: it is expanded, and the log says so.
+MXFP4 is a kind as it is, MLX's is Q4_1. NVFP4's blocks are those of GGUF, and the scale of a whole tensor goes with
+them. NF4 in blocks of 64 inputs has a kind, whose scales are float16. FP4 has none: it is expanded, and the log says
+so.
 """
 
 from __future__ import annotations

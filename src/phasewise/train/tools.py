@@ -99,11 +99,12 @@ def train(job: ArtefactJob) -> Path:
     )
     save(run)
     draw_if_possible(job.out)
-    return export(files, job.out / tuned.FILE, job.out / "model")
+    return export(files, job.out / tuned.FILE, job.out / "model", TEMPLATE)
 
 
-def export(base: Directory, delta: Path, folder: Path) -> Path:
-    """A complete model folder, in the place of what is there: the base with what was learned added."""
+def export(base: Directory, delta: Path, folder: Path, template: str | None) -> Path:
+    """A complete model folder, in the place of what is there: the base with what was learned added, and with this chat
+    template; None: the base's own."""
     merged = tuned.Merged(base, delta)
     with replaced(folder) as fresh:
         fresh.mkdir(parents=True)
@@ -111,6 +112,7 @@ def export(base: Directory, delta: Path, folder: Path) -> Path:
         save_file(tensors, fresh / "model.safetensors", {"format": "pt"})
         for name in ("config.json", "generation_config.json", "tokenizer.json"):
             shutil.copyfile(base.path / name, fresh / name)
-        config = read_json(base.path / "tokenizer_config.json") | {"chat_template": TEMPLATE}
+        config = read_json(base.path / "tokenizer_config.json")
+        config |= {} if template is None else {"chat_template": template}
         (fresh / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return folder
