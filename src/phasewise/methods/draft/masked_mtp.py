@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from typing import ClassVar, Literal
 
 import torch
@@ -17,7 +17,7 @@ from phasewise.model.lowrank import Delta
 from phasewise.request.request import Request
 from phasewise.speculation.heads.block import packed
 from phasewise.speculation.heads.folder import AUTO
-from phasewise.speculation.heads.masked_mtp import MaskedHeads
+from phasewise.speculation.heads.masked_mtp import MaskedHeads, MaskSampler
 from phasewise.speculation.heads.masked_mtp_layout import masked_heads
 from phasewise.step.phase import Hidden
 from phasewise.step.span import Span
@@ -141,28 +141,27 @@ class MaskedDrafter(Drafter):
 
     def guesses(self, asked: Sequence[tuple[Request, int]]) -> list[list[int]]:
         """So many guesses for each request, in order. All requests' guesses of one depth are made together."""
+        counts = [count for _, count in asked]
         rows = torch.cat([self._known(request)[:count] for request, count in asked])
         self.counters.head_rows += len(rows)
-        counts = [count for _, count in asked]
         if self.sampler is None:
-            each = self.model.head(rows).argmax(-1).split(counts)
-            return [own.tolist() for own in each]
-        states = self.model.norm(rows).to(self.dtype).split(counts)
-        paths = [[request.tokens[-1]] for request, _ in asked]
+            each = self.model.head(rows).argmax(-1).split_with_sizes(counts)
+        else:
+            states, pending = self.model.norm(rows).to(self.dtype), [request.tokens[-1] for request, _ in asked]
+            each = self._in_turn(self.sampler, states, counts, torch.tensor(pending, device=rows.device))
+        return [own.tolist() for own in each]
+
+    def _in_turn(self, sampler: MaskSampler, states: Tensor, counts: Sequence[int], tokens: Tensor) -> list[Tensor]:
+        """So many guesses of each request, one after the other. states [all guesses, d] of their masks, request by
+        request; tokens int64 [requests]: the pending ones."""
+        starts, found = [*accumulate(counts, initial=0)], list[Tensor]()
         for depth in range(max(counts)):
             deep = [i for i, count in enumerate(counts) if count > depth]
-            said = self._sampled([paths[i][-1] for i in deep], torch.stack([states[i][depth] for i in deep]))
-            for i, token in zip(deep, said):
-                paths[i].append(token)
-        return [path[1:] for path in paths]
-
-    def _sampled(self, before: Sequence[int], states: Tensor) -> list[int]:
-        """A guess for each of these tokens and states [n, d]."""
-        assert self.sampler is not None
-        model = self.model
-        embedded = model.embed(torch.tensor(before, device=model.device)).to(self.dtype)
-        ids: list[int] = model.unembed(self.sampler(embedded, states).to(model.dtype)).argmax(-1).tolist()
-        return ids
+            own, at = (torch.tensor(each, device=states.device) for each in (deep, [starts[i] + depth for i in deep]))
+            made = sampler(self.model.embed(tokens[own]).to(self.dtype), states[at]).to(self.model.dtype)
+            tokens = tokens.index_copy(0, own, self.model.unembed(made).argmax(-1))
+            found.append(tokens)
+        return [row[:count] for row, count in zip(torch.stack(found, 1), counts)]
 
     def _made(self, plan: _MaskPlan, tokens: Sequence[int]) -> Draft | None:
         """The guesses of a plan, then the masks."""
