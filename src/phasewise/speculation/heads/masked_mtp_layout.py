@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from phasewise.errors import UserError
 from phasewise.model.lowrank import shapes
@@ -59,8 +58,8 @@ def random_masked(made: MaskedHeads, model: Model, seed: int) -> None:
         for name, parameter in made.named_parameters():
             if parameter.ndim < 2:
                 continue
-            std = float(some.std()) if name == "masks" else parameter.shape[-1] ** -0.5
-            parameter.copy_(nn.init.normal_(torch.empty(parameter.shape), std=std, generator=generator))
+            drawn = torch.randn(parameter.shape, generator=generator).to(some.device)
+            parameter.copy_(drawn * (some.std() if name == "masks" else parameter.shape[-1] ** -0.5))
 
 
 # ---- writing
