@@ -77,9 +77,9 @@ class OpenStep:
         for entry in entries:
             for delta, rows in _low_rank(entry):
                 groups.setdefault(id(delta), (delta, []))[1].extend(rows)
-        found, every = [*groups.values()], sum(entry.at.stop - entry.at.start for entry in entries)
-        if not found:
+        if not groups:
             return None
+        found, every = [*groups.values()], sum(entry.at.stop - entry.at.start for entry in entries)
         if len(found[0][1]) == every:
             return Deltas([(found[0][0], None)])
         return Deltas([(delta, torch.tensor(rows, device=self.model.device)) for delta, rows in found])
