@@ -41,6 +41,7 @@ DRAFTS = {
     "first layers": "kangaroo:heads=random:0,depth=4,stop=0",
     "pseudo rows": "hidden_transfer:heads=random:0,nodes=4,depth=2",
     "given rows": "ppd:heads=random:0,rows=11,depth=2",
+    "tuned rows": "masked_mtp:heads=random:0,depth=2",
 }
 TEXTS = tiny.prompts(90, 70, 33, seed=2)
 SAMPLED = Params(max_tokens=N, ignore_eos=True, temperature=0.7, seed=3)

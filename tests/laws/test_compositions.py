@@ -155,6 +155,7 @@ TOGETHER = [  # what a rule might wrongly forbid
     ("draft.kangaroo", "evict.snapkv"), ("draft.kangaroo", "attend.hydragen"), ("draft.kangaroo", "store.kivi"),
     ("draft.hidden_transfer", "evict.snapkv"), ("draft.hidden_transfer", "store.kivi"),
     ("draft.ppd", "attend.quest"), ("draft.ppd", "evict.h2o"), ("draft.ppd", "skip.unified"),
+    ("draft.masked_mtp", "attend.quest"), ("draft.masked_mtp", "evict.h2o"), ("draft.masked_mtp", "skip.unified"),
 ]  # fmt: skip
 
 

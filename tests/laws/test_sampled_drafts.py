@@ -44,7 +44,7 @@ DRAFTS = {name: spell("draft", name, tight("draft", name)) for name in catalog.n
     "prompt_lookup tree": "prompt_lookup:min_match=1,branches=2",
 }
 FORGETFUL = {  # what they have learned of a request is lost with all else in a preemption, and shapes their guesses
-    (draft, "lax") for draft in ("aded", "lookahead", "paced", "ppd", "prompt_lookup", "token_recycling")
+    (draft, "lax") for draft in ("aded", "lookahead", "masked_mtp", "paced", "ppd", "prompt_lookup", "token_recycling")
 }
 
 

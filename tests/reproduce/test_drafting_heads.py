@@ -23,8 +23,10 @@ from phasewise.speculation.heads.hidden_transfer_layout import transfer_maps
 from phasewise.speculation.heads.hydra import HydraHeads, HydraShape
 from phasewise.speculation.heads.last_state import RankPath, random_weights
 from phasewise.speculation.heads.layouts import feature_heads
+from phasewise.speculation.heads.masked_mtp_layout import masked_heads
 from phasewise.speculation.heads.ppd_layout import prompt_tokens
 from phasewise.train.heads.kinds import KINDS
+from phasewise.train.heads.masked_mtp import MaskedKind
 from phasewise.train.heads.target import FrozenTarget
 from phasewise.train.mixture import pad_rows
 from tests import tiny
@@ -119,6 +121,25 @@ def test_embeddings_are_widened_as_the_models_own(tmp_path: Path) -> None:
     for its, at in ((target, "heads"), (wide, "wide")):
         rows, _ = prompt_tokens(its.model, str(tmp_path / at))
         said.append(torch.cat([*kind.guesses(rows, its, its.see(block, kind.taps(rows)))]))
+    torch.testing.assert_close(said[1], said[0], atol=2e-3, rtol=1e-3)
+    assert float(said[0].detach().std()) > 0.3
+
+
+def test_masks_with_low_rank_weights_and_a_sampler_are_widened_as_what_they_stand_beside(tmp_path: Path) -> None:
+    """Random ones over the tiny model and its widened twin: the sampler and the output matrix say the same after
+    them."""
+    widen(files_of(str(tiny.checkpoint())), tmp_path / "model", 4)
+    target, wide = FrozenTarget(str(tiny.checkpoint())), FrozenTarget(str(tmp_path / "model"))
+    kinds = [MaskedKind(sampler=sampler) for sampler in (True, False)]
+    made = masked_heads(target.model, "random:1")
+    folder.write(tmp_path / "heads", kinds[0].config(made, target), kinds[0].tensors(made))
+    widen_heads(tmp_path / "heads", tmp_path / "wide", wide.fingerprint, 4)
+    block = pad_rows([[(tiny.prompts(9)[0], False), (tiny.prompts(12)[0], True)]], 0)
+    said = []
+    for its, at in ((target, "heads"), (wide, "wide")):
+        heads = masked_heads(its.model, str(tmp_path / at))
+        seen = its.see(block, kinds[0].taps(heads))
+        said.append(torch.cat([logits for kind in kinds for logits in kind.guesses(heads, its, seen)]))
     torch.testing.assert_close(said[1], said[0], atol=2e-3, rtol=1e-3)
     assert float(said[0].detach().std()) > 0.3
 

@@ -5,7 +5,7 @@ The rows of everybody else in the batch are computed as if there were none.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from phasewise.ops.native.stack import LowRank, low_rank_table
 from phasewise.ops.native.weights import PackedWeights
 
 LINEARS = ("qkv", "o", "gate_up", "down")
+LowRankAddition = Callable[[int, str, Tensor], Tensor | None]
+"""(layer, linear, x) -> what low-rank weights add to that linear layer's output: a `Delta`, or one that is trained."""
 
 
 def shapes(config: ModelConfig, layers: Iterable[int], rank: int) -> dict[str, tuple[int, ...]]:
@@ -93,7 +95,7 @@ def _joined(one: LowRank, other: LowRank) -> LowRank:
 class Deltas:
     """The low-rank weights of the rows of one call of a layer: `groups` of (weights, int64 rows or None = all)."""
 
-    def __init__(self, groups: Sequence[tuple[Delta, Tensor | None]]) -> None:
+    def __init__(self, groups: Sequence[tuple[LowRankAddition, Tensor | None]]) -> None:
         self.groups = groups
 
     def add(self, layer: int, linear: str, x: Tensor, y: Tensor) -> None:

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from phasewise.load import files_of
@@ -21,10 +22,12 @@ from phasewise.model.parse import parse_config
 from phasewise.speculation.heads import folder, layouts
 from phasewise.speculation.heads.hidden_transfer import TransferMaps
 from phasewise.speculation.heads.layers import LAYER
+from phasewise.speculation.heads.masked_mtp import MaskedHeads
 from phasewise.speculation.heads.ppd import PromptTokens
 from phasewise.train.heads.kinds import KINDS
 
 FACES_TOKENS = ("lm_head", "d2t", "t2d")  # beginnings of tensors whose first dimension is a vocabulary
+SAMPLER_END = 5  # the norm behind a sampler's last block
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 
 
@@ -69,6 +72,9 @@ def widen_heads(source: Path, target: Path, base: str, factor: int) -> None:
         if "target_hidden_size" in config:
             config["target_hidden_size"] *= factor
         tensors = {name: _of_block(name, tensor, BLOCKS[kind], factor) for name, tensor in stored.tensors.items()}
+    elif kind == MaskedHeads.kind:
+        config["hidden_size"] *= factor
+        tensors = {name: _of_masks(name, tensor, stored.tensors, factor) for name, tensor in stored.tensors.items()}
     else:
         width, others = config["hidden_size"], {TransferMaps.kind: _of_layer, PromptTokens.kind: _of_embeddings}
         config["hidden_size"] = width * factor
@@ -93,6 +99,35 @@ def _of_state(tensor: Tensor, width: int, factor: int) -> Tensor:
         if size % width == 0:
             tensor = _padded(tensor, dim, size // width, factor)
     return tensor
+
+
+def _of_masks(name: str, tensor: Tensor, every: Mapping[str, Tensor], factor: int) -> Tensor:
+    """Masks, which enter the first layer; a sampler; and low-rank weights, of which `a` reads what the model's own
+    linear layer reads, and `b` adds to what that writes."""
+    above, _, own = name.rpartition(".")
+    linear = above.rpartition(".")[2]
+    if name == "masks":
+        return _of_embeddings(tensor, factor)
+    if name.startswith("sampler"):
+        return _of_sampler(int(linear), tensor, factor)
+    if own == "a":
+        return _padded(tensor, 1, 1, factor)
+    if linear in ("o", "down"):
+        return tensor.repeat(factor, 1)  # the residual
+    if linear == "gate_up":
+        return _padded(tensor, 0, 2, factor)
+    queries = every[f"{above.removesuffix('qkv')}o.a"].shape[1]  # queries, keys and values lie one after the other
+    keys = (len(tensor) - queries) // 2
+    return torch.cat([_padded(each, 0, 1, factor) for each in tensor.split_with_sizes((queries, keys, keys))])
+
+
+def _of_sampler(block: int, tensor: Tensor, factor: int) -> Tensor:
+    """A sampler repeats its own states, so that its norms stay as they are; the output matrix reads them once."""
+    if block == SAMPLER_END:
+        return _padded(tensor, 0, 1, factor)
+    if tensor.ndim == 2:
+        tensor = _padded(tensor, 1, 1 if block else 2, factor)
+    return tensor.repeat(factor, *(1,) * (tensor.ndim - 1))
 
 
 def _of_block(name: str, tensor: Tensor, how: _BlockWidening, factor: int) -> Tensor:

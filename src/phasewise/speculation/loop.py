@@ -193,11 +193,13 @@ class Speculation(Decode):
         return told(self.host, [span for span in spans if span is not None])
 
     def _entering(self, span: Span, draft: Draft) -> Span:
-        """The span of a draft, with the rows of its nodes that bring some (`Draft.given`)."""
+        """The span of a draft, with the rows and low-rank weights of its nodes that bring some (`Draft.given`)."""
         if draft.given is not None:
             model, tokens = self.host.model, span.tokens[: span.rows - draft.ask]
             embedded = model.embed(torch.tensor(tokens, device=model.device))
             span.given = span.hidden = torch.cat((embedded, draft.given.to(embedded.dtype)))
+        if draft.tuned is not None and draft.ask:
+            span.tuned, span.untuned = draft.tuned, span.rows - draft.ask
         return span
 
     def _unguessed(self, request: Request, budget: int, phase: Phase) -> Span | None:

@@ -43,6 +43,17 @@ class _Entry:
     late: Sequence[int] = ()
 
 
+def _low_rank(entry: _Entry) -> list[tuple[Delta, Sequence[int]]]:
+    """Low-rank weights of a span, and those rows of the layer's input that run with them."""
+    span, every = entry.span, range(entry.at.start, entry.at.stop)
+    if span.tuned is None:
+        return [] if span.delta is None else [(span.delta, every)]
+    ids = range(span.rows) if entry.ids is None else entry.ids
+    first = [at for at, row in zip(every, ids) if row < span.untuned]
+    last = [at for at, row in zip(every, ids) if row >= span.untuned]
+    return [(delta, rows) for delta, rows in ((span.delta, first), (span.tuned, last)) if delta is not None and rows]
+
+
 class OpenStep:
     """The open path: the context a layer runs in (`rotary`, `attend`, `count`), for one forward over `batch`."""
 
@@ -58,19 +69,20 @@ class OpenStep:
         for entry in entries:
             groups.setdefault(id(entry.span.plan), (entry.span.plan, []))[1].append(entry)
         self._groups = list(groups.values())
-        tuned = [entry for entry in entries if entry.span.delta is not None]
-        self.deltas = self._deltas(tuned, whole=len(tuned) == len(entries)) if tuned else None
+        self.deltas = self._deltas(entries)
 
-    def _deltas(self, tuned: list[_Entry], whole: bool) -> Deltas:
-        """Which rows of the next call run with which low-rank weights; `whole`: every row has some."""
+    def _deltas(self, entries: Sequence[_Entry]) -> Deltas | None:
+        """Which rows of the next call run with which low-rank weights; None: none do."""
         groups: dict[int, tuple[Delta, list[int]]] = {}
-        for entry in tuned:
-            delta = entry.span.delta
-            assert delta is not None
-            groups.setdefault(id(delta), (delta, []))[1].extend(range(entry.at.start, entry.at.stop))
-        if whole and len(groups) == 1:
-            return Deltas([(delta, None) for delta, _ in groups.values()])
-        return Deltas([(delta, torch.tensor(rows, device=self.model.device)) for delta, rows in groups.values()])
+        for entry in entries:
+            for delta, rows in _low_rank(entry):
+                groups.setdefault(id(delta), (delta, []))[1].extend(rows)
+        if not groups:
+            return None
+        found, every = [*groups.values()], sum(entry.at.stop - entry.at.start for entry in entries)
+        if len(found[0][1]) == every:
+            return Deltas([(found[0][0], None)])
+        return Deltas([(delta, torch.tensor(rows, device=self.model.device)) for delta, rows in found])
 
     # ---- what the model's layers call
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

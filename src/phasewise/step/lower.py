@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from phasewise.kv.contiguous import ContiguousView
     from phasewise.kv.layer_kv import LayerKV
     from phasewise.kv.vectors import Standing
+    from phasewise.model.lowrank import Delta
     from phasewise.model.model import Model
     from phasewise.step.read import Read
     from phasewise.step.span import Span
@@ -198,9 +199,9 @@ def _layout(span: Span, stack: Stack) -> ContiguousView | Unlowered:
 
 def _everything(span: Span, flat: ContiguousView, stack: Stack, windows: Sequence[int]) -> StackSpan | Unlowered:
     """The span's rows reading everything before them, or why kernels cannot do that."""
-    delta, sees = span.delta, span.sees
-    tuned = None if delta is None else delta.table(span.walk or range(len(flat.layers)), stack.beside)
-    if delta is not None and tuned is None:
+    sees = span.sees
+    tuned, gated = (_low_rank(delta, span, flat, stack) for delta in (span.delta, span.tuned))
+    if tuned is None or gated is None:
         return Unlowered("low-rank weights are no table of the kernels")
     seats = None
     if windows:  # they are counted in positions, where slots are meant
@@ -214,13 +215,21 @@ def _everything(span: Span, flat: ContiguousView, stack: Stack, windows: Sequenc
     own = None if sees is None else sees.contiguous()
     end = flat.n + span.first + span.rows
     whole = StackSpan(end, span.rows, own, flat.address, seats=seats, block=span.block)
-    if tuned is not None:
-        whole = whole._replace(tuned=tuned.address)
+    if tuned or gated:
+        whole = whole._replace(tuned=tuned, gated=gated, gated_rows=span.rows - span.untuned if gated else 0)
     if flat.shared_slots:
         whole = whole._replace(shared=flat.shared.address, shared_slots=flat.shared_slots)
     if flat.unequal is not None:
         whole = whole._replace(planes=0, unequal=flat.unequal.address, missing=flat.unequal.missing)
     return whole
+
+
+def _low_rank(delta: Delta | None, span: Span, flat: ContiguousView, stack: Stack) -> int | None:
+    """The address of low-rank weights as the kernels take them; 0: there are none. None: they are not packed for it."""
+    if delta is None:
+        return 0
+    found = delta.table(span.walk or range(len(flat.layers)), stack.beside)
+    return None if found is None else found.address
 
 
 def _sealed(span: Span, flat: ContiguousView, whole: StackSpan) -> Lowered | Unlowered:

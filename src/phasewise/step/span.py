@@ -34,6 +34,7 @@ class Span:
     of them is kept. It may give `hidden` instead of embedded tokens where
     the whole depth runs; `given` [rows, d] enters the first layer in their place whatever runs when. `beyond`: so many
     rows up to its last stand for no token, so that positions run ahead of tokens.
+    `tuned`: low-rank weights that its rows from number `untuned` on run with, in place of `delta`; those before do not.
     `sure`: the last of its tokens, where they are not the request's yet and will be whatever the model says
     (`Sample.sure`). A token is drawn after the last of them alone.
     """
@@ -53,6 +54,8 @@ class Span:
     sure: tuple[int, ...] = ()
     given: Tensor | None = None
     beyond: int = 0
+    tuned: Delta | None = None
+    untuned: int = 0
     trail: dict[str, Any] | None = None  # what methods make of its rows, until it is known which stay (step/trail.py)
     start: int = field(default=0, init=False)  # first row in the batch, filled by Batch
     rows: int = field(init=False)
@@ -95,7 +98,8 @@ class Span:
 
     @property
     def delta(self) -> Delta | None:
-        """Low-rank weights that its rows run with: those of a method of its phase, else of the request's adapter."""
+        """Low-rank weights that its rows run with, but for those that have others (`tuned`): of a method of its phase,
+        else of the request's adapter."""
         own = self.phase.delta
         return self.request.lora if own is None and self.phase.adapted else own
 

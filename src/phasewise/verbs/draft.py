@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from phasewise.kv.drawers import Room
     from phasewise.kv.format import KVShape
     from phasewise.kv.token_rows import TokenRows
+    from phasewise.model.lowrank import Delta
     from phasewise.request.request import Request
     from phasewise.speculation.first_layers import FirstLayers
     from phasewise.speculation.tree_drafter import DraftBackend
@@ -36,7 +37,8 @@ class Draft:
     `thoughts`: by path, what the drafter held likely to follow it, float32 [V], drawn from or not; after the pending
     token alone unless more is wanted (`Drafter.think`).
     The last `ask` nodes are no guesses: what the model says there is for the drafter, never judged and never kept.
-    `given` [ask, d]: the rows with which these enter the first layer, in place of embedded tokens.
+    `given` [ask, d]: the rows with which these enter the first layer, in place of embedded tokens. `tuned`: low-rank
+    weights that they run with, and no other row of the step does.
     `likely`: how likely the drafter takes each node to be right where its parent is; None: it does not say. Whoever
     counts what was right counts equal ones together (speculation/planner.py).
     """
@@ -49,6 +51,7 @@ class Draft:
     ask: int = 0
     likely: list[float] | None = None
     given: Tensor | None = None
+    tuned: Delta | None = None
 
     @classmethod
     def chain(cls, tokens: Sequence[int], drawn: Drawn = "point", q: Tensor | None = None) -> Draft:
@@ -116,7 +119,8 @@ class Draft:
         ask = max(0, self.ask - (len(self.tokens) - nodes))
         likely = None if self.likely is None else self.likely[:nodes]
         given = None if self.given is None else self.given[:ask]
-        return Draft(self.tokens[:nodes], self.parents[:nodes], self.drawn, q, self.thoughts, ask, likely, given)
+        tokens, parents = self.tokens[:nodes], self.parents[:nodes]
+        return Draft(tokens, parents, self.drawn, q, self.thoughts, ask, likely, given, self.tuned)
 
     def prune(self, levels: int) -> Draft:
         """The nodes at most `levels` tokens after the pending one."""
@@ -133,7 +137,7 @@ class Draft:
         asking = [node - first for node in kept if node >= first]
         likely = None if self.likely is None else [self.likely[n] for n in kept]
         given = None if self.given is None else self.given[asking]
-        return Draft(tokens, parents, self.drawn, q, self.thoughts, len(asking), likely, given)
+        return Draft(tokens, parents, self.drawn, q, self.thoughts, len(asking), likely, given, self.tuned)
 
     def asking(self, node: int) -> range:
         """The nodes that ask below a guess (-1: below the pending token), each the child of the one before."""

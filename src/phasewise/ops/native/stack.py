@@ -111,7 +111,8 @@ class StackSpan(NamedTuple):
     (kernels.h) [layers, H], where heads hold unequally many rows, of which `missing` bytes are less than n of each, or
     where some see windows (`narrow`); such a span has neither window nor choice. With a `weighed` its
     only row, of plain KV, does not see all, and says what it attends to. All these are members of no common. `tuned`:
-    the address of LowRank (kernels.h) [layers, 4], low-rank weights that its rows run with instead of the stack's.
+    the address of LowRank (kernels.h) [layers, 4], low-rank weights that its rows run with instead of the stack's; its
+    last `gated_rows` run with those at `gated`.
     `bias`: that of float32 [layers, Hq], added to the scores of slot 0 as in Seen; such a span is no member of a common
     either, nor `unequal`.
     `shared`: the address of Planes [layers, shared_slots / BLOCK], where its first slots lie instead of at `planes`,
@@ -136,6 +137,8 @@ class StackSpan(NamedTuple):
     missing: int = 0
     weighed: Weighs | None = None
     tuned: int = 0
+    gated: int = 0
+    gated_rows: int = 0
     narrow: bool = False
     bias: int = 0
     shared: int = 0
@@ -160,11 +163,12 @@ class StackSpan(NamedTuple):
         """The same span without the first `layers` of its layers, of a model with so many heads."""
         if not layers:
             return self
-        planes, unequal, tuned, bias = self.planes, self.unequal, self.tuned, self.bias
+        planes, unequal, tuned, gated, bias = self.planes, self.unequal, self.tuned, self.gated, self.bias
         return self._replace(
             planes=planes and planes + layers * PlanesStruct.byte_count(),
             unequal=unequal and unequal + layers * heads * HeadStruct.byte_count(),
             tuned=tuned and tuned + layers * LINEARS * LowRankStruct.byte_count(),
+            gated=gated and gated + layers * LINEARS * LowRankStruct.byte_count(),
             bias=bias and bias + layers * heads_q * BIAS_BYTES,
             shared=self.shared + layers * self.shared_slots // BLOCK * PlanesStruct.byte_count(),
         )
@@ -431,10 +435,10 @@ def _tuned(spans: Sequence[StackSpan], own: int) -> Structures[TunedStruct]:
     table, for spans that bring none; 0: it has none."""
     found, at = list[TunedStruct](), 0
     for span in spans:
-        layers = span.tuned or own
-        if layers and found and (found[-1].to, found[-1].layers) == (at, layers):
-            found[-1].to += span.rows
-        elif layers:
-            found.append(TunedStruct(from_=at, to=at + span.rows, layers=layers))
-        at += span.rows
+        for layers, rows in ((span.tuned or own, span.rows - span.gated_rows), (span.gated, span.gated_rows)):
+            if layers and found and (found[-1].to, found[-1].layers) == (at, layers):
+                found[-1].to += rows
+            elif layers and rows:
+                found.append(TunedStruct(from_=at, to=at + rows, layers=layers))
+            at += rows
     return Structures(TunedStruct, found)

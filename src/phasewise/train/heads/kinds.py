@@ -15,6 +15,7 @@ from phasewise.train.heads.exit import ExitKind
 from phasewise.train.heads.feature import FeatureKind
 from phasewise.train.heads.hidden_transfer import TransferKind
 from phasewise.train.heads.last_state import HydraKind, HydraPlusKind, MedusaKind
+from phasewise.train.heads.masked_mtp import MaskedKind
 from phasewise.train.heads.ppd import PromptKind
 from phasewise.train.heads.target import FrozenTarget, SeenBlock
 
@@ -74,6 +75,7 @@ KINDS: dict[str, HeadsKind] = {
     "hydra": HydraKind(),
     "hydra_plus": HydraPlusKind(),
     "kangaroo": ExitKind(),
+    "masked_mtp": MaskedKind(),
     "medusa": MedusaKind(),
     "mtp": FeatureKind("mtp"),
     "ppd": PromptKind(),

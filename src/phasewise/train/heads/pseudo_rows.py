@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from phasewise.model.lowrank import Deltas
 from phasewise.model.model import Model
 from phasewise.train.heads.target import FrozenTarget, SeenBlock
 
@@ -23,19 +24,40 @@ def chosen(seen: SeenBlock) -> slice:
 def pseudo_logits(target: FrozenTarget, seen: SeenBlock, rows: Tensor, layer: int) -> Iterator[Tensor]:
     """Logits [n, V] of the first pseudo row of each position, then of the second and so on, where it is learned.
 
-    rows [texts, chosen positions, pseudo rows, d] enter the model's layer `layer`. The block has the model's rows
-    before that layer and before all later ones (`taps`); those before the first are embedded.
+    `rows` and `layer` are as `pseudo_states` takes them.
     """
-    model, at = target.model, chosen(seen)
-    context = _PseudoRows(model, seen, at, rows.shape[2])
+    said = pseudo_states(target, seen, rows, layer)
+    for head in range(rows.shape[2]):
+        yield capped_logits(target, where_learned(seen, said, head))
+
+
+def pseudo_states(
+    target: FrozenTarget, seen: SeenBlock, rows: Tensor, layer: int, deltas: Deltas | None = None
+) -> Tensor:
+    """The states of all pseudo rows after the final norm [texts, chosen positions, pseudo rows, d].
+
+    rows [texts, chosen positions, pseudo rows, d] enter the model's layer `layer`. The block has the model's rows
+    before that layer and before all later ones (`taps`); those before the first are embedded. `deltas`: low-rank
+    weights that pseudo rows run with; the text's keys and values are the model's own.
+    """
+    model = target.model
+    context = _PseudoRows(model, seen, chosen(seen), rows.shape[2])
     x = rows.flatten(0, 2)
     for each in range(layer, model.config.layers):
-        x = model.layer(each, x, context)
-    said, cap = model.norm(x).view(rows.shape), model.config.logit_softcap
-    for head in range(rows.shape[2]):
-        wanted = seen.wanted(head)[:, at]
-        logits = target.unembed(said[:, : wanted.shape[1], head][wanted])
-        yield logits if cap is None else (logits / cap).tanh() * cap
+        x = model.layer(each, x, context, deltas)
+    return model.norm(x).view(rows.shape)
+
+
+def where_learned(seen: SeenBlock, states: Tensor, head: int) -> Tensor:
+    """Of states as `pseudo_states` gives them, those of one pseudo row of each position where it is learned [n, d]."""
+    wanted = seen.wanted(head)[:, chosen(seen)]
+    return states[:, : wanted.shape[1], head][wanted]
+
+
+def capped_logits(target: FrozenTarget, states: Tensor) -> Tensor:
+    """What the model says after states [n, d] -> logits [n, V], capped as its own are. Gradients pass to the states."""
+    logits, cap = target.unembed(states), target.model.config.logit_softcap
+    return logits if cap is None else (logits / cap).tanh() * cap
 
 
 class _PseudoRows:

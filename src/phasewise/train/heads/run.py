@@ -3,7 +3,7 @@
 The model is frozen. Each depth learns the model's whole distribution where the token it guesses stands (soft
 cross-entropy), in what the model wrote and in the prompts before, whose rows are computed anyway; depth i counts 0.8^i
 as much as the first. Some kinds learn the first depth alone, and to pass on the model's states (`aligned.py`); one
-learns only where the text is the model's greedy continuation (`ppd.py`).
+learns only where the text is the model's greedy continuation (`ppd.py`). Masks have three losses (`masked_mtp.py`).
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ from phasewise.errors import UserError
 from phasewise.speculation.heads import folder
 from phasewise.speculation.heads.block import FeatureHeads
 from phasewise.speculation.heads.last_state import RANKS
+from phasewise.speculation.heads.masked_mtp import MaskedHeads
 from phasewise.train.dense import TokenBlock
 from phasewise.train.heads import acceptance
 from phasewise.train.heads.acceptance import Acceptance
 from phasewise.train.heads.aligned import FEATURE, LOGITS, AlignedKind
 from phasewise.train.heads.kinds import HeadsKind, kind_of
+from phasewise.train.heads.masked_mtp import MaskedKind, MaskLosses
 from phasewise.train.heads.ppd import PromptKind
 from phasewise.train.heads.target import FrozenTarget, SeenBlock
 from phasewise.train.heads.text import Bar, TextJob, write
@@ -155,9 +157,11 @@ def heads_loss(
     kind: HeadsKind, module: nn.Module, target: FrozenTarget, blocks: Sequence[TokenBlock], learned: int | None = None
 ) -> StepLoss:
     """Soft cross-entropies of all depths, or of the first `learned` ones (nats), each the mean over its positions in
-    all blocks. Of aligned heads the two losses that they have."""
+    all blocks. Aligned heads and masks have losses of their own."""
     if isinstance(kind, AlignedKind):
         return aligned_loss(kind, module, target, blocks)
+    if isinstance(kind, MaskedKind):
+        return masked_loss(kind, module, target, blocks, learned)
     sums: list[Tensor] = []
     counts: list[int] = []
     for block in blocks:
@@ -189,6 +193,33 @@ def aligned_loss(kind: AlignedKind, module: nn.Module, target: FrozenTarget, blo
     said = torch.stack([said for _, said, _ in found]).sum() / count
     parts = {"feature": float(passed.detach()), "head1": float(said.detach())}
     return StepLoss(FEATURE * passed + LOGITS * said, parts, sum(block.ids.numel() for block in blocks))
+
+
+def masked_loss(
+    kind: MaskedKind, module: nn.Module, target: FrozenTarget, blocks: Sequence[TokenBlock], learned: int | None = None
+) -> StepLoss:
+    """The three losses of all masks, or of the first `learned` ones, each the mean over its positions; their sum over
+    masks, by weight, and the sampler's loss at real rows."""
+    assert isinstance(module, MaskedHeads)
+    masks = min(learned or module.depth, module.depth)
+    found: list[list[MaskLosses]] = [[] for _ in range(masks)]
+    real: list[tuple[Tensor, int]] = []
+    for block in blocks:
+        seen = target.see(block, kind.taps(module)).thinned(kind.every)
+        said, own = kind.states(module, target, seen), said_by_the_model(target, seen)
+        for head, of_head in enumerate(found):
+            of_head.append(kind.losses(module, target, seen, head, said, own(head)))
+        real.append(kind.at_real_rows(module, target, seen))
+    total = torch.stack([loss for loss, _ in real]).sum() / max(1, sum(count for _, count in real))
+    parts = {"real": float(total.detach())}
+    weight = sum(FADING**head for head in range(masks))
+    for head, of_head in enumerate(found):
+        count = max(1, sum(each.n for each in of_head))
+        plain, sampled, distance = (torch.stack(each).sum() / count for each in list(zip(*of_head))[:3])
+        total = total + FADING**head / weight * (plain + sampled + distance)
+        parts |= {f"head{head + 1}": float(sampled.detach()), f"plain{head + 1}": float(plain.detach())}
+        parts |= {f"distance{head + 1}": float(distance.detach())}
+    return StepLoss(total, parts, sum(block.ids.numel() for block in blocks))
 
 
 def said_by_the_model(target: FrozenTarget, seen: SeenBlock, known: Tensor | None = None) -> Any:
