@@ -36,7 +36,7 @@ from tests.draft.relatives import relative
 from tests.draft.shapes import grown
 from tests.speculation.markov import table
 
-DRAFT = "specdec:model=tiny-draft,weights=random:0"
+DRAFT = "specdec:model=tiny-draft,stop=head,weights=random:0"
 SAMPLED = Params(max_tokens=40, temperature=1.0, seed=3, ignore_eos=True)
 
 # ---- the rule, where the answer is known: a guess is accepted with probability 0.97 at four of five places and 0.40 at
@@ -115,7 +115,9 @@ def test_a_proxy_counts_the_newest_guess() -> None:
 @pytest.mark.parametrize(("threshold", "length"), [(0, 2), (1, 5)])
 def test_thresholds_at_both_ends(params: Params, stop: str, threshold: int, length: int) -> None:
     """0: as few as may be in each round; 1: as many."""
-    placed = tiny.engine({"draft": f"{DRAFT},stop={stop},threshold={threshold},least=2,most=5"})
+    placed = tiny.engine(
+        {"draft": f"specdec:model=tiny-draft,weights=random:0,stop={stop},threshold={threshold},least=2,most=5"}
+    )
     request = Request(tiny.prompts(20)[0], params)
     placed.add(request)
     with torch.inference_mode():
@@ -232,7 +234,7 @@ def test_a_head_goes_with_one_pair_of_models(tmp_path: Any) -> None:
     made = SpecDec(model="tiny-draft").artefact(target.config, draft.config, fingerprint(draft))
     path = tmp_path / made.file
     artefacts.save(path, made, artefacts.random(made, "0"), fingerprint(target), "by hand")
-    named = f"specdec:model=tiny-draft,weights={path}"
+    named = f"specdec:model=tiny-draft,stop=head,weights={path}"
     assert tiny.engine({"draft": named})
     others = SpecDec(model="tiny-draft").artefact(target.config, draft.config, "0" * 16)
     artefacts.save(path, others, artefacts.random(made, "0"), fingerprint(target), "by hand")
@@ -242,8 +244,8 @@ def test_a_head_goes_with_one_pair_of_models(tmp_path: Any) -> None:
     with pytest.raises(UserError, match="trained for another base model"):
         tiny.engine({"draft": named})
     with pytest.raises(UserError, match="phasewise train artefact draft.specdec:model=tiny-draft,blocks=1"):
-        tiny.engine({"draft": "specdec:model=tiny-draft"})
+        tiny.engine({"draft": "specdec:model=tiny-draft,stop=head"})
 
 
 def test_proxies_need_no_training() -> None:
-    assert tiny.engine({"draft": "specdec:model=tiny-draft,stop=top"})
+    assert tiny.engine({"draft": "specdec:model=tiny-draft"})

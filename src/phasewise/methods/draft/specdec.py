@@ -36,21 +36,22 @@ class SpecDec(Method):
     """A chain of `least` to `most` guesses. It ends once 1 - (the product of the guesses' chances of being accepted)
     reaches `threshold`: with 0 after `least` guesses, with 1 never before `most`.
 
-    `stop` says what those chances are. `head`: what a small trained network makes of the draft model's state behind a
-    guess. That state is there once the next guess is made, so the newest one never counts. The others need no
-    training, and count the newest guess too: `top`, the largest probability where it was drawn; `token`, its own;
-    `calibrated`, how often the request's guesses of about that probability were accepted so far.
+    `stop` says what those chances are. Three of them need no training and count the newest guess as well: `top`, the
+    largest probability where a guess was drawn; `token`, its own; `calibrated`, how often the request's guesses of
+    about that probability were accepted so far. `head` is the paper's: what a small trained network makes of the draft
+    model's state behind a guess. That state is there once the next guess is made, so the newest one never counts.
 
     `weights` of the head: `auto` (trained for this pair of models), a file, or `random:SEED`. It has `blocks` residual
     blocks. It is trained on texts of the model (train/artefacts/draft_specdec.py), where a rejection counts more than
-    an acceptance; so a threshold is no probability, and another head needs another one. A length hangs on the draft
-    model alone, or on earlier passes; thus the verifier keeps its guarantee. What `calibrated` has seen of a request is
-    lost in a preemption, and then drawn tokens may differ. Left out: a head that knows the request's temperature.
+    an acceptance; so its chances are too low, and it needs a higher threshold than the others. A length hangs on the
+    draft model alone, or on earlier passes; thus the verifier keeps its guarantee. What `calibrated` has seen of a
+    request is lost in a preemption, and then drawn tokens may differ. Left out: a head that knows the request's
+    temperature.
     """
 
     model: str = "pocket-draft"
-    stop: Stop = "head"
-    threshold: float = 0.7
+    stop: Stop = "top"
+    threshold: float = 0.4
     least: int = 1
     most: int = 16
     blocks: int = 1
@@ -59,10 +60,9 @@ class SpecDec(Method):
 
     paper: ClassVar[str] = "arXiv 2405.19715"
     guarantee: ClassVar[str] = "distribution"
-    needs: ClassVar[str] = "trained"
+    needs: ClassVar[str] = "second model"
     neutral: ClassVar[dict[str, object]] = {}
-    untrained: ClassVar[dict[str, object]] = {"weights": "random:0"}
-    tight: ClassVar[dict[str, object]] = {"most": 4, "threshold": 0.6}
+    tight: ClassVar[dict[str, object]] = {"stop": "head", "most": 4, "threshold": 0.6}
 
     def __post_init__(self) -> None:
         if self.stop not in get_args(Stop):
@@ -81,7 +81,7 @@ class SpecDec(Method):
         model's fingerprint."""
         width = (draft or config_of(self.model)).hidden
         knobs: dict[str, int | float | str] = {"model": self.model, "blocks": self.blocks}
-        return Artefact("draft.specdec", shapes(width, self.blocks), knobs, "say stop=top to do without", partner)
+        return Artefact("draft.specdec", shapes(width, self.blocks), knobs, "say stop=top", partner)
 
     @property
     def traits(self) -> Traits:
