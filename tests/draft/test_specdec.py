@@ -243,7 +243,7 @@ def test_a_head_goes_with_one_pair_of_models(tmp_path: Any) -> None:
     artefacts.save(path, made, artefacts.random(made, "0"), "another", "by hand")
     with pytest.raises(UserError, match="trained for another base model"):
         tiny.engine({"draft": named})
-    with pytest.raises(UserError, match="phasewise train artefact draft.specdec:model=tiny-draft,blocks=1"):
+    with pytest.raises(UserError, match="phasewise train artefact draft.specdec:stop=head,model=tiny-draft,blocks=1"):
         tiny.engine({"draft": "specdec:model=tiny-draft,stop=head"})
 
 

@@ -113,6 +113,7 @@ def test_a_run_writes_what_the_drafter_loads(tmp_path: Path, monkeypatch: pytest
     model, draft = load_model("pocket"), load_model("pocket-draft")
     wanted = SpecDec().artefact(model.config, draft.config, artefacts.fingerprint(draft))
     first = artefacts.load(model, wanted, str(made))
+    assert artefacts.setting(made) == f"specdec:stop=head,model=pocket-draft,blocks=1,weights={made}"
     again = artefacts.load(model, wanted, str(train(SpecDec(), ArtefactJob("pocket", tmp_path, 2000, resume=True))))
     assert all(torch.equal(first[name], again[name]) for name in wanted.shapes)
     with pytest.raises(UserError, match="resume it as it was"):

@@ -80,7 +80,7 @@ class SpecDec(Method):
         """The head for a model and a draft model, whose configuration is read if it is not given; `partner`: the draft
         model's fingerprint."""
         width = (draft or config_of(self.model)).hidden
-        knobs: dict[str, int | float | str] = {"model": self.model, "blocks": self.blocks}
+        knobs: dict[str, int | float | str] = {"stop": "head", "model": self.model, "blocks": self.blocks}
         return Artefact("draft.specdec", shapes(width, self.blocks), knobs, "say stop=top", partner)
 
     @property
