@@ -21,7 +21,7 @@ from phasewise.load import config_of, files_of
 from phasewise.model.model import Model
 from phasewise.train import dense, draft, written
 from phasewise.train.agreement import agreement, walk
-from phasewise.train.draft import DraftJob, beginning, shape, spread_over, train
+from phasewise.train.draft import DraftJob, TrainedDraft, beginning, shape, spread_over, train
 from phasewise.train.tasks import TaskTurn, held_out
 from phasewise.train.tokenizer import plain
 from phasewise.train.wording import ChatML, Templated
@@ -199,8 +199,8 @@ def test_the_control_takes_as_many_steps_of_other_text(tmp_path: Path) -> None:
             rows[on] = list(csv.DictReader(file))
     assert len(rows["target"]) == len(rows["text"]) > 0
     assert rows["target"][0]["written_loss"] != rows["text"][0]["written_loss"]
-    before = [dense.load(tmp_path / on / "model").state_dict()["norm.weight"] for on in rows]
-    assert not torch.equal(*before)
+    learned = [dense.load(tmp_path / on / "model").state_dict()["embed_tokens.weight"] for on in rows]
+    assert not torch.equal(*learned)
 
 
 @pytest.mark.parametrize(
@@ -289,9 +289,12 @@ def test_without_a_template_questions_are_lines() -> None:
 def test_the_command(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[DraftJob] = []
     level = agreement(dense.load(files_of(TARGET).path), [])
-    monkeypatch.setattr(draft, "train", lambda job: seen.append(job) or (tmp_path / "model", level, level))
+    made = TrainedDraft(tmp_path / "model", {"start": level, "pretrain": level, "tune": level})
+    monkeypatch.setattr(draft, "train", lambda job: seen.append(job) or made)
     words = ("--layers", 3, "--width", 128, "--tokens", 9, "--sequences", 8, "--new", 7, "--prompts", "p.jsonl")
     said = cli("train", "draft", "--for", "pocket", "--out", tmp_path, *words, "--seed", 6)
     assert said.code == 0 and seen == [DraftJob("pocket", tmp_path, 3, 128, 9, 8, 7, Path("p.jsonl"), 6, False)]
-    assert "before its own text" in said.out and f"draft_model:model={tmp_path / 'model'}" in said.out
+    assert "pretrain: " in said.out and f"draft_model:model={tmp_path / 'model'}" in said.out
+    assert cli("train", "draft", "--for", "pocket", "--out", tmp_path, "--start", "pruned", "--code", 5).code == 0
+    assert (seen[1].start, seen[1].code, seen[1].width) == ("pruned", 5, None)
     assert cli("train", "draft", "--for", "pocket", "--out", tmp_path, "--resume").code == 2
