@@ -181,6 +181,7 @@ KNOBS = {
     "draft_model": {"k": 3},
     "rsd": {"beam": 3, "depth": LENGTH},
     "dyspec": {"nodes": 8, "depth": LENGTH + 1},
+    "specdec": {"stop": "head", "most": 4, "threshold": 0.6},
     "spectr": {"chains": 3, "k": LENGTH},
     "rasd": {
         "base": "(draft_model:model=tiny-draft,k=2)",

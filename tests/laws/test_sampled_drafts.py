@@ -42,10 +42,15 @@ DRAFTS = {name: spell("draft", name, tight("draft", name)) for name in catalog.n
     "draft_model tree": "draft_model:model=tiny-draft,k=3,branches=3",
     "pearl drawn": "pearl:model=tiny-draft,k=3,where=inline,judged=drawn",
     "prompt_lookup tree": "prompt_lookup:min_match=1,branches=2",
+    "specdec calibrated": "specdec:model=tiny-draft,stop=calibrated,threshold=0.9,most=4",
 }
-FORGETFUL = {  # what they have learned of a request is lost with all else in a preemption, and shapes their guesses
-    (draft, "lax") for draft in ("aded", "lookahead", "masked_mtp", "paced", "ppd", "prompt_lookup", "token_recycling")
-}
+FORGETFUL = (
+    {  # what they have learned of a request is lost with all else in a preemption, and shapes their guesses
+        (draft, "lax") for draft in ("aded", "lookahead", "masked_mtp", "paced", "ppd", "prompt_lookup", "token_recycling")
+    }
+    | {("specdec calibrated", verify) for verify in catalog.names("verify")}
+    | {("specdec calibrated", "lax")}
+)
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,7 @@ def pairs(whole: bool) -> list[Pair]:
 
 
 def lasting(whole: bool) -> list[Pair]:
-    return [pair for pair in pairs(whole) if (pair[0].partition(" ")[0], pair[1]) not in FORGETFUL]
+    return [pair for pair in pairs(whole) if not {pair, (pair[0].partition(" ")[0], pair[1])} & FORGETFUL]
 
 
 def scheduled(whole: bool) -> list[tuple[str, str, str]]:

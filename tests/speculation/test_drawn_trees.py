@@ -21,10 +21,12 @@ from torch import Tensor
 
 from phasewise import catalog
 from phasewise.methods.draft._chain import ChainShape
+from phasewise.methods.draft._stopped import StoppedChain, StopRule, by_state, calibrated, own
 from phasewise.methods.draft.dyspec import _Worth
 from phasewise.methods.draft.rapid import _Chain
 from phasewise.methods.draft.rasd import Fusion
 from phasewise.methods.draft.rsd import _Beam, _Widths
+from phasewise.methods.draft.specdec import CalibratedDrafter
 from phasewise.methods.draft.spectr import _Chains
 from phasewise.methods.draft.swift import _Confident
 from phasewise.methods.sample.standard import Standard
@@ -133,6 +135,15 @@ class Tight(TreeDrafter):
         return drafts
 
 
+class TightAndCalibrated(Tight, CalibratedDrafter):
+    """The same, told of every verdict."""
+
+
+def says(row: Tensor) -> float:
+    """A chance of acceptance that hangs on the token alone."""
+    return 0.9 if int(row) % 2 else 0.5
+
+
 class Fixed(Drafter):
     """Guesses that are chosen, the same for each request: what `rasd` adds to a tree."""
 
@@ -182,6 +193,12 @@ CASES: dict[str, dict[str, Case]] = {  # by drafter
         "more tokens": Case(_Worth(4, 2, 0.05), 4, world=FOUR),
         "matched": Case(_Worth(4, 2, 0.2), 4, "match"),
     },
+    "specdec": {
+        "ends by what was drawn": Case(StoppedChain(StopRule(0.8, 1, 3), own), 3, world=FOUR),
+        "ends by states": Case(StoppedChain(StopRule(0.4, 1, 3), by_state(cast(Any, says))), 3, world=FOUR),
+        "ends by verdicts": Case(StoppedChain(StopRule(0.6, 1, 3), calibrated), 3),
+        "matched": Case(StoppedChain(StopRule(0.8, 1, 3), own), 3, "match"),
+    },
     "spectr": {
         "for k_seq": Case(_Chains(3, 2), 5, "k_seq"),
         "one level": Case(_Chains(4, 1), 4, "k_seq", FOUR),
@@ -200,7 +217,8 @@ ELSEWHERE = {  # the drafter is another's, with a size that hangs on the clock w
 
 
 def grown(case: Case, host: Host) -> tuple[Tight, Drafter]:
-    made = Tight(host, Backend(case.world.draft), case.shape, 512)
+    learns = getattr(case.shape, "weigh", None) is calibrated
+    made = (TightAndCalibrated if learns else Tight)(host, Backend(case.world.draft), case.shape, 512)
     made.room = case.room
     return made, Fusion(0, made, Fixed()) if case.fused else made
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from phasewise.load import config_of, files_of
 from phasewise.model.model import Model
 from phasewise.train import dense, draft, written
 from phasewise.train.agreement import agreement, walk
-from phasewise.train.draft import DraftJob, train
+from phasewise.train.draft import DraftJob, TrainedDraft, beginning, shape, spread_over, train
 from phasewise.train.tasks import TaskTurn, held_out
 from phasewise.train.tokenizer import plain
 from phasewise.train.wording import ChatML, Templated
@@ -83,15 +84,17 @@ def test_agreement_is_what_speculative_decoding_accepts() -> None:
 # ---- the run
 def test_the_targets_own_text_brings_the_draft_closer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft, "EPOCHS", 30)
-    folder, before, after = train(job(tmp_path, sequences=192, tokens=150_000))
+    made = train(job(tmp_path, sequences=192, tokens=150_000))
+    folder, before, after = made.folder, made.stages["pretrain"], made.stages["tune"]
+    assert before.top1 > made.stages["start"].top1, "fresh weights know nothing"
     assert after.top1 > before.top1 + 0.02 and after.tokens == before.tokens > 100
     found = json.loads((tmp_path / "agreement.json").read_text())
-    assert found["after"]["top1"] == after.top1
+    assert {name: each["top1"] for name, each in found.items()} == {n: a.top1 for n, a in made.stages.items()}
     with (tmp_path / "tune" / "losses.csv").open(newline="") as file:
         losses = [float(row["written_loss"]) for row in csv.DictReader(file)]
     assert losses[-1] < losses[0] - 0.5
-    made, theirs = Model.load(folder).config, config_of(TARGET)
-    assert (made.vocab, made.eos, made.max_positions) == (theirs.vocab, theirs.eos, theirs.max_positions)
+    ours, theirs = Model.load(folder).config, config_of(TARGET)
+    assert (ours.vocab, ours.eos, ours.max_positions) == (theirs.vocab, theirs.eos, theirs.max_positions)
     guessed = LLM(TARGET, draft=f"draft_model:model={folder}").generate(["def f("], max_tokens=8)
     assert guessed[0].tokens == LLM(TARGET).generate(["def f("], max_tokens=8)[0].tokens
 
@@ -100,9 +103,17 @@ class _Cut(Exception):
     pass
 
 
+def alike(one: Path, other: Path) -> None:
+    """Both folders have the same weights, to the bit."""
+    mine, theirs = dense.load(one).state_dict(), dense.load(other).state_dict()
+    assert mine.keys() == theirs.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(mine[name], value, atol=0, rtol=0)
+
+
 def test_a_run_that_was_cut_goes_on_to_the_same_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    straight, *_ = train(job(whole))
+    straight = train(job(whole)).folder
     generate, calls = LLM.generate, list[int]()
 
     def break_off(self: LLM, prompts: Any, *rest: Any, **more: Any) -> Any:
@@ -115,20 +126,93 @@ def test_a_run_that_was_cut_goes_on_to_the_same_draft(tmp_path: Path, monkeypatc
         patched.setattr(LLM, "generate", break_off)
         train(job(cut))
     assert len((cut / "written.jsonl").read_text().splitlines()) == 16 and not (cut / "model").exists()
-    resumed, *_ = train(job(cut, resume=True))
+    resumed = train(job(cut, resume=True)).folder
     assert (cut / "written.jsonl").read_text() == (whole / "written.jsonl").read_text()
-    mine, theirs = dense.load(resumed), dense.load(straight)
-    for name, value in theirs.state_dict().items():
-        torch.testing.assert_close(mine.state_dict()[name], value, atol=0, rtol=0)
+    alike(resumed, straight)
     with pytest.raises(UserError, match="that run had sequences=40, this one has 41"):
         train(job(cut, resume=True, sequences=41))
 
 
 def test_a_model_with_another_tokenizer_and_template(tmp_path: Path) -> None:
     target = str(chat_checkpoint())
-    folder, _, after = train(job(tmp_path, target=target, tokens=2_000, sequences=16, new=12))
+    made = train(job(tmp_path, target=target, tokens=2_000, sequences=16, new=12))
+    folder, after = made.folder, made.stages["tune"]
     assert Model.load(folder).config.vocab == config_of(target).vocab and after.tokens > 50
     assert files_of(str(folder)).templates() == files_of(target).templates()
+
+
+# ---- stages
+@pytest.mark.parametrize("name", ["code", "tune"])
+def test_each_stage_can_be_resumed_and_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """From layers of the target, over source alone, to the target's text; cut where a stage begins."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    staged: dict[str, Any] = {"start": "pruned", "width": None, "code": 3_000}
+    made = train(job(whole, **staged))
+    assert list(made.stages) == ["start", "pretrain", "code", "tune"]
+    assert len({found.tokens for found in made.stages.values()}) == 1, "all over the same texts"
+    assert [line.split(":")[0].strip() for line in str(made).splitlines()[1:]] == list(made.stages)
+    assert (Model.load(made.folder).config.hidden, Model.load(made.folder).config.layers) == (192, 1)
+    fit = draft.fit
+
+    def break_off(run: Any, loss: Any, data: Any, recipe: Any, out: Path) -> None:
+        if out.name == name:
+            raise _Cut
+        fit(run, loss, data, recipe, out)
+
+    with monkeypatch.context() as patched, pytest.raises(_Cut):
+        patched.setattr(draft, "fit", break_off)
+        train(job(cut, **staged))
+    again = train(job(cut, **staged, resume=True))
+    alike(again.folder, made.folder)
+    assert again.stages == made.stages
+
+
+def test_a_pruned_start_is_layers_of_the_target() -> None:
+    asked = job(Path("nowhere"), target="pocket", start="pruned", width=None, layers=3)
+    form = shape(asked, config_of("pocket"))
+    begin = beginning(asked, form)
+    one, other, whole = begin(), begin(), dense.load(files_of("pocket").path)
+    assert one.shape == form and form.num_hidden_layers == 3 and form.hidden_size == 256
+    for i, layer in enumerate((0, 4, 7)):
+        for name, value in whole.layers[layer].state_dict().items():
+            torch.testing.assert_close(one.layers[i].state_dict()[name], value, atol=0, rtol=0)
+    torch.testing.assert_close(one.embed_tokens.weight, whole.embed_tokens.weight, atol=0, rtol=0)
+    with torch.no_grad():
+        one.embed_tokens.weight.zero_()
+    assert bool(other.embed_tokens.weight.any()) and bool(begin().embed_tokens.weight.any()), "copies share nothing"
+
+
+@given(st.integers(2, 40), st.data())
+def test_layers_are_taken_evenly(layers: int, data: st.DataObject) -> None:
+    kept = data.draw(st.integers(1, layers - 1))
+    found = spread_over(layers, kept)
+    assert len({*found}) == kept and found == sorted(found) and found[0] == 0
+    gaps = [b - a for a, b in pairwise(found)]
+    assert kept == 1 or (found[-1] == layers - 1 and max(gaps) - min(gaps) <= 1)
+
+
+def test_the_control_takes_as_many_steps_of_other_text(tmp_path: Path) -> None:
+    rows = {}
+    for on in ("target", "text"):
+        train(job(tmp_path / on, tuned_on=on))
+        with (tmp_path / on / "tune" / "losses.csv").open(newline="") as file:
+            rows[on] = list(csv.DictReader(file))
+    assert len(rows["target"]) == len(rows["text"]) > 0
+    assert rows["target"][0]["written_loss"] != rows["text"][0]["written_loss"]
+    learned = [dense.load(tmp_path / on / "model").state_dict()["embed_tokens.weight"] for on in rows]
+    assert not torch.equal(*learned)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [({"start": "anew"}, "start=anew: choose scratch or pruned"), ({"tuned_on": "all"}, "tuned_on=all: choose target"),
+     ({"start": "pruned"}, "width=64: layers of the target are 192 wide"),
+     ({"start": "pruned", "width": None, "layers": 2}, "layers=2: the target has 2: take fewer")],
+)  # fmt: skip
+def test_starts_that_cannot_be(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        train(job(tmp_path, **changes))
+    assert not list(tmp_path.iterdir())
 
 
 def test_shapes_that_cannot_be(tmp_path: Path) -> None:
@@ -205,9 +289,12 @@ def test_without_a_template_questions_are_lines() -> None:
 def test_the_command(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[DraftJob] = []
     level = agreement(dense.load(files_of(TARGET).path), [])
-    monkeypatch.setattr(draft, "train", lambda job: seen.append(job) or (tmp_path / "model", level, level))
+    made = TrainedDraft(tmp_path / "model", {"start": level, "pretrain": level, "tune": level})
+    monkeypatch.setattr(draft, "train", lambda job: seen.append(job) or made)
     words = ("--layers", 3, "--width", 128, "--tokens", 9, "--sequences", 8, "--new", 7, "--prompts", "p.jsonl")
     said = cli("train", "draft", "--for", "pocket", "--out", tmp_path, *words, "--seed", 6)
     assert said.code == 0 and seen == [DraftJob("pocket", tmp_path, 3, 128, 9, 8, 7, Path("p.jsonl"), 6, False)]
-    assert "before its own text" in said.out and f"draft_model:model={tmp_path / 'model'}" in said.out
+    assert "pretrain: " in said.out and f"draft_model:model={tmp_path / 'model'}" in said.out
+    assert cli("train", "draft", "--for", "pocket", "--out", tmp_path, "--start", "pruned", "--code", 5).code == 0
+    assert (seen[1].start, seen[1].code, seen[1].width) == ("pruned", 5, None)
     assert cli("train", "draft", "--for", "pocket", "--out", tmp_path, "--resume").code == 2

@@ -36,7 +36,17 @@ class Small:
     """The shape of a draft."""
 
     layers: Annotated[int, typer.Option(min=1, help="Layers of the draft model.")] = 2
-    width: Annotated[int, typer.Option(min=64, help="Hidden width of the draft model, a multiple of 64.")] = 192
+    width: Annotated[
+        int | None,
+        typer.Option(
+            min=64,
+            help="Hidden width of the draft model, a multiple of 64. Default: 192; with --start pruned the target's.",
+        ),
+    ] = None
+    start: Annotated[
+        Literal["scratch", "pruned"],
+        typer.Option(help="What training begins with: fresh weights, or some of the target's own layers."),
+    ] = "scratch"
 
 
 @dataclass(frozen=True)
@@ -44,6 +54,7 @@ class Learned:
     """The texts that a draft model learns from."""
 
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of source and tasks in the first stage.")] = 12_000_000
+    code: Annotated[int, typer.Option(min=0, help="Tokens of source alone, in a stage after it. 0: no such stage.")] = 0
     sequences: Annotated[int, typer.Option(min=1, help="Number of continuations that the target model writes.")] = 4_000
     new: Annotated[int, typer.Option(min=2, help="Most tokens of a continuation.")] = 96
     prompts: Annotated[
@@ -133,12 +144,13 @@ def draft(
 ) -> None:
     """Train a small draft model for another model, with its tokenizer.
 
-    The draft learns library source and generated tasks first, then texts that the target writes (arXiv 2411.11055).
-    The command prints how often both agree on held-out prompts, before and after.
+    The draft learns library source and generated tasks first, with --code more source, then texts that the target
+    writes (arXiv 2411.11055). The command prints how often both agree on held-out prompts after each stage.
 
     [bold]Examples[/]
 
       phasewise train draft --for pocket --out runs/draft
+      phasewise train draft --for pocket --start pruned --code 2000000 --out runs/draft
       phasewise train draft --for smollm2.gguf --width 256 --prompts questions.jsonl --out runs/draft
       phasewise train draft --for pocket --out runs/draft --resume
     """
@@ -147,9 +159,8 @@ def draft(
         from phasewise.train.draft import DraftJob
         from phasewise.train.draft import train as train_draft
 
-        folder, before, after = train_draft(DraftJob(target, out, *sizes, seed, resume))
-    print(f"{folder}\nAgrees with the target\n  before its own text: {before}\n  after: {after}")
-    print(f"Use it with --draft draft_model:model={folder}")
+        made = train_draft(DraftJob(target, out, *sizes, seed, resume, small.start, learned.code))
+    print(f"{made}\nUse it with --draft draft_model:model={made.folder}")
 
 
 @app.command("heads")
@@ -291,6 +302,7 @@ def artefact(
       phasewise run "def add(" --skip unified:weights=runs/unified/skip.unified-speedup2.safetensors
     """
     from phasewise import catalog
+    from phasewise.model.artefacts import setting
     from phasewise.train import artefacts
 
     if not method:
@@ -298,13 +310,13 @@ def artefact(
         return
     kind = method.partition(":")[0].strip()
     train = artefacts.trainer(kind)
-    verb, _, name = kind.partition(".")
+    verb = kind.partition(".")[0]
     if out is None:
         raise UserError(f"say where it goes: --out runs/{kind}")
     with _running(out, resume, artefacts.kept(kind)):
         made = catalog.build(verb, method.partition(".")[2])
         path = train(made, artefacts.ArtefactJob(model, out, tokens, seed, resume))
-    print(f"{path}\nUse it with --{verb} {name}:weights={path}, or put it into MODEL/phasewise/ to be found there.")
+    print(f"{path}\nUse it with --{verb} {setting(path)}, or put it into MODEL/phasewise/ to be found there.")
 
 
 @contextmanager

@@ -116,6 +116,14 @@ def save(path: Path, made: Artefact, tensors: Mapping[str, Tensor], base: str, c
     path.chmod(0o644)  # as other files of a model, which whoever runs it may read
 
 
+def setting(path: Path) -> str:
+    """The method that a file was trained for, with itself as its weights, as the command line writes it:
+    `name:knob=value,weights=FILE`. Raises UserError for a file that is none."""
+    about = _about(path, "")
+    name = Artefact(about["kind"], {}, json.loads(about["knobs"])).setting.partition(".")[2]
+    return f"{name}{',' if ':' in name else ':'}weights={path}"
+
+
 def fingerprint(model: Model) -> str:
     """The fingerprint of a base model (`model.fingerprint`); computed once for the files as they are."""
     return _fingerprint(model.files.path, model.files.stamp(), model.config)

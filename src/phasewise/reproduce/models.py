@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
@@ -25,12 +26,14 @@ from phasewise.errors import UserError, near
 from phasewise.known.models import every
 from phasewise.load import files_of, load_model, model_path
 from phasewise.model import kv_heads
+from phasewise.model.fingerprint import fingerprint
 from phasewise.model.lq import LQForm
+from phasewise.model.parse import parse_config
 from phasewise.model.source import copy_vocabulary
 from phasewise.model.widen import widen
 from phasewise.reproduce.aligned_heads import LEARNED, QUICKLY, eagle_beside_pocket
 from phasewise.reproduce.knowers import KEYS, knowing
-from phasewise.reproduce.wide_heads import widen_all
+from phasewise.reproduce.wide_heads import widen_acceptance, widen_all
 from phasewise.train.kv_heads import KVHeadsJob, looked_at, recover
 from phasewise.train.lq_job import LQJob
 from phasewise.train.lq_job import convert as split
@@ -165,9 +168,16 @@ def silent(title: str, total: int) -> Iterator[Callable[..., object]]:
 
 
 def pocket_wide(target: Path) -> None:
-    """The pocket model, widened, with its drafting heads."""
+    """The pocket model, widened, with its drafting heads, and the acceptance head for the widened draft model."""
     widened(Path(model_path("pocket")), target, WIDER)
     widen_all(target, WIDER)
+    with TemporaryDirectory() as room:
+        draft = Path(room) / "draft"
+        widened(Path(model_path("pocket-draft")), draft, WIDER)
+        files = files_of(str(draft))
+        widen_acceptance(
+            target, WIDER, "pocket-draft-wide", fingerprint(parse_config(files.settings()), files.tensors())
+        )
 
 
 def _from_pocket(make: Callable[[Path, Path, int], None], name: str, target: Path) -> None:

@@ -8,7 +8,7 @@ state leaves it so.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phasewise.load import files_of
+from phasewise.load import files_of, load_model
+from phasewise.methods.draft.specdec import SpecDec
+from phasewise.model import artefacts
 from phasewise.model.fingerprint import fingerprint
 from phasewise.model.parse import parse_config
 from phasewise.speculation.heads import folder, layouts
@@ -151,6 +153,21 @@ def _padded(tensor: Tensor, dim: int, parts: int, factor: int) -> Tensor:
     wide = split.new_zeros(*split.shape[: dim + 1], factor * width, *split.shape[dim + 2 :])
     wide.narrow(dim + 1, 0, width).copy_(split)
     return wide.flatten(dim, dim + 1)
+
+
+def widen_acceptance(model: Path, factor: int, draft: str, partner: str) -> None:
+    """Give a widened pocket model the acceptance head that ships for pocket and its draft model, for the widened draft
+    model of this name and fingerprint. The head reads the state behind the draft model's final norm, where zeros take
+    the place of repetitions; so all of it is padded with zeros."""
+    pocket, small = load_model("pocket"), load_model("pocket-draft")
+    ours = SpecDec().artefact(pocket.config, small.config, artefacts.fingerprint(small))
+    stored = artefacts.load(pocket, ours, "auto")
+    wide = {name: _of_state(tensor, small.config.hidden, factor) for name, tensor in stored.items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in wide.items()}
+    made = replace(ours, shapes=shapes, knobs={**ours.knobs, "model": draft}, partner=partner)
+    files = files_of(str(model))
+    base = fingerprint(parse_config(files.settings()), files.tensors())
+    artefacts.save(model / artefacts.FOLDER / made.file, made, wide, base, "padded with zeros")
 
 
 def widen_all(model: Path, factor: int) -> None:

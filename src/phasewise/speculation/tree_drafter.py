@@ -38,7 +38,8 @@ class NodeRequest(NamedTuple):
 @dataclass(slots=True)
 class DraftBuilder:
     """One request's draft while a shape adds guesses to it: at most `room` nodes and `levels` in a row. `notes` are the
-    shape's own.
+    shape's own. `rows` [asked, d]: the second model's rows behind the nodes that a shape is asked for, in their order,
+    as its last layer leaves them; the final norm is still to come. None: nobody computed any.
 
     Guesses for greedy requests are chosen, `point`; others are drawn, and each has a row in `q` (see Draft).
     """
@@ -52,6 +53,7 @@ class DraftBuilder:
     notes: dict[Any, Any] = field(default_factory=dict)
     thoughts: dict[tuple[int, ...], Tensor] = field(default_factory=dict)  # see Draft
     coupling: Coupling = "inverse"  # the target's, so that the two agree where they share a number
+    rows: Tensor | None = None
 
     @property
     def left(self) -> int:
@@ -203,7 +205,9 @@ class TreeDrafter(Drafter):
         level = 1
         while asked:
             after: list[tuple[DraftBuilder, list[int]]] = []
+            first = 0
             for (tree, nodes), rows in zip(asked, self._thought(x, asked)):
+                tree.rows, first = x[first : first + len(nodes)], first + len(nodes)
                 following = self.shape.grow(tree, [NodeRequest(node, q) for node, q in zip(nodes, rows)])
                 if self.thoughts or nodes == [-1]:
                     tree.thoughts |= {tree.draft.path(node): q for node, q in zip(nodes, rows)}
