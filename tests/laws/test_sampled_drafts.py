@@ -44,13 +44,10 @@ DRAFTS = {name: spell("draft", name, tight("draft", name)) for name in catalog.n
     "prompt_lookup tree": "prompt_lookup:min_match=1,branches=2",
     "specdec calibrated": "specdec:model=tiny-draft,stop=calibrated,threshold=0.9,most=4",
 }
-FORGETFUL = (
-    {  # what they have learned of a request is lost with all else in a preemption, and shapes their guesses
-        (draft, "lax") for draft in ("aded", "lookahead", "masked_mtp", "paced", "ppd", "prompt_lookup", "token_recycling")
-    }
-    | {("specdec calibrated", verify) for verify in catalog.names("verify")}
-    | {("specdec calibrated", "lax")}
-)
+LEARNING = ("aded", "lookahead", "masked_mtp", "paced", "ppd", "prompt_lookup", "token_recycling")
+# what they have learned of a request is lost with all else in a preemption, and shapes their guesses
+FORGETFUL = {(draft, "lax") for draft in (*LEARNING, "specdec calibrated")}
+FORGETFUL |= {("specdec calibrated", verify) for verify in catalog.names("verify")}
 
 
 @dataclass(frozen=True)
