@@ -44,7 +44,7 @@ def test_pads_see_what_they_see_in_the_engine(base: Path) -> None:
     targets = torch.cat((ids[:, 1:], torch.randint(6, 2000, (2, 1))), 1)
     targets[1, 8:] = -1
     block, sure = TokenBlock.of(ids, targets), torch.rand(2, 11) < 0.6
-    laid, twin, model = padded(block, sure, PADS, PAD), dense.load(base), Model.load(base)
+    laid, twin, model = padded(block, sure, PADS, PAD), dense.load(base), Model.load(base, dtype=torch.float32)
     with torch.no_grad():
         rows = twin.hidden([laid.block], Pass(sees=lambda layer, number: laid.sees))
         said = F.linear(rows, twin.embed_tokens.weight).view(2, laid.block.ids.shape[1], -1)

@@ -62,7 +62,7 @@ def unit_lengths(sure: Sequence[bool], learned: Sequence[bool], pads: int) -> li
     found, at = list[tuple[int, int]](), 0
     while at < len(sure):
         size = 1
-        while size <= pads and at + size < len(sure) and sure[at + size] and learned[at + size]:
+        while learned[at] and size <= pads and at + size < len(sure) and sure[at + size] and learned[at + size]:
             size += 1
         if learned[at]:
             found.append((at, size))
