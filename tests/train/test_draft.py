@@ -86,7 +86,6 @@ def test_the_targets_own_text_brings_the_draft_closer(tmp_path: Path, monkeypatc
     monkeypatch.setattr(draft, "EPOCHS", 30)
     made = train(job(tmp_path, sequences=192, tokens=150_000))
     folder, before, after = made.folder, made.stages["pretrain"], made.stages["tune"]
-    assert before.top1 > made.stages["start"].top1, "fresh weights know nothing"
     assert after.top1 > before.top1 + 0.02 and after.tokens == before.tokens > 100
     found = json.loads((tmp_path / "agreement.json").read_text())
     assert {name: each["top1"] for name, each in found.items()} == {n: a.top1 for n, a in made.stages.items()}

@@ -41,7 +41,7 @@ NEAR = 0.1  # a contender that makes so nearly as many guesses a verdict is one 
 LOAD = sampled.writing(TEMPERATURE)
 
 # thresholds were chosen on library code of other seeds than are judged
-HEAD, RANDOM = 0.6, 0.2
+HEAD, RANDOM = 0.6, 0.1
 PROXIES = {"top": 0.3, "token": 0.4, "calibrated": 0.4}
 GREEDILY = {"top": 0.5, "token": 0.5, "calibrated": 0.5}
 
