@@ -78,7 +78,7 @@ EMBEDDED = {
                  "target"),
         Embedded("pocket-tools", "pocket, taught to call a calculator where a request offers one.", 7_344_384,
                  "Apache-2.0", "tools"),
-        Embedded("pocket-units", "pocket, taught to say several tokens a step (--decode lud).", 7_344_384,
+        Embedded("pocket-units", "pocket, taught to say several tokens a step.", 7_344_384,
                  "Apache-2.0", "units"),
         Embedded("pocket-1kv", "pocket with one KV head for two: half the KV.", 7_082_240, "Apache-2.0", "one_kv"),
         Embedded("pocket-draft", "A smaller one that drafts for pocket.", 1_573_824, "Apache-2.0", "draft"),

@@ -96,8 +96,10 @@ class UnitDecoder(Decode):
         left, pads = pending(request), self._behind(request)
         if request.prefilling:
             return slice_span(request, budget, phase)
-        if left > self.pads + 1:  # a replay: the last token waits for the step that has its pads
-            return slice_span(request, max(1, min(budget, left - 1)), phase)
+        if left > self.pads + 1:  # a replay, which may be long: the last token waits for the step that has its pads
+            budget = min(budget, left - 1)
+        if budget < left:
+            return slice_span(request, max(1, budget), phase)
         assert request.kv is not None
         start = request.computed
         tokens = [*request.tokens[start:], *[self.pad] * pads]
@@ -107,23 +109,31 @@ class UnitDecoder(Decode):
     def accept(self, spans: Sequence[Span], hidden: Hidden) -> list[Outcome]:
         outcomes = [Outcome(span.rows - (span.note or 0), [], drafted=span.note or 0) for span in spans]
         saying = [i for i, span in enumerate(spans) if span.note is not None or span.reaches_end]
-        if not saying:
-            return outcomes
-        firsts, wanted = dict[int, int](), list[int]()  # of each span, the row of `wanted` that says its first token
-        for i in saying:
-            firsts[i], last = len(wanted), spans[i].start + spans[i].rows
-            wanted += range(last - 1 - (spans[i].note or 0), last)
-        logits = self.host.model.head(hidden.rows(wanted))
-        self.host.counters.head_rows += len(wanted)
-        sure = logits.softmax(-1).amax(-1).tolist() if len(wanted) > len(saying) else []
-        for level in range(1 + max(spans[i].note or 0 for i in saying)):
-            asked = [i for i in saying if (spans[i].note or 0) >= level == len(outcomes[i].tokens)
-                     and (not level or sure[firsts[i] + level] >= self.beta)]  # fmt: skip
-            if asked:
-                self._draw(asked, level, spans, outcomes, logits[[firsts[i] + level for i in asked]])
+        if saying:
+            self._say(saying, spans, hidden, outcomes)
         for outcome in outcomes:
             outcome.accepted = max(0, len(outcome.tokens) - 1)
         return outcomes
+
+    def _say(
+        self, saying: Sequence[int], spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome]
+    ) -> None:  # fmt: skip
+        """The tokens of these spans: of all their first ones, then of those whose next pad is sure, and so on."""
+        firsts, wanted = dict[int, int](), list[int]()  # of each span, the row of `wanted` that says its first token
+        for i in saying:
+            firsts[i], last = len(wanted), spans[i].start + spans[i].rows
+            wanted += range(last - 1 - outcomes[i].drafted, last)
+        logits = self.host.model.head(hidden.rows(wanted))
+        self.host.counters.head_rows += len(wanted)
+        sure = logits.softmax(-1).amax(-1).tolist() if len(wanted) > len(saying) else []
+        asked, level = list(saying), 0
+        while asked:
+            self._draw(asked, level, spans, outcomes, logits[[firsts[i] + level for i in asked]])
+            level += 1
+            asked = [
+                i for i in asked
+                if outcomes[i].drafted >= level == len(outcomes[i].tokens) and sure[firsts[i] + level] >= self.beta
+            ]  # fmt: skip
 
     def _draw(
         self, asked: Sequence[int], level: int, spans: Sequence[Span], outcomes: Sequence[Outcome], logits: Tensor

@@ -49,9 +49,11 @@ def falling(lab: Lab) -> AttemptOutcome:
 
 SYSTEM = System(
     title="LUD",
-    paper=Paper("Decoding at the Speed of Thought: Harnessing Parallel Decoding of Lexical Units for LLMs", "2405.15208"),
-    claim="a model that was tuned to say the tokens of a lexical unit at once writes text 33 % faster without a loss of "
-    "quality, and code 30 % faster with a loss of 3 %; two thirds to three quarters of what it accepts are single "
+    paper=Paper(
+        "Decoding at the Speed of Thought: Harnessing Parallel Decoding of Lexical Units for LLMs", "2405.15208"
+    ),
+    claim="a model that was tuned to say the tokens of a lexical unit at once writes text 33 % faster without a loss "
+    "of quality, and code 30 % faster with a loss of 3 %; two thirds to three quarters of what it accepts are single "
     "tokens.",
     conditions=("LLaMA-13B", "continually trained, with pads in the place of a unit's tokens"),
     method=ON,
@@ -63,7 +65,7 @@ SYSTEM = System(
     load=TASKS,
     missing=("a model all weights of which are tuned: low-rank weights are",),
     counters=(
-        Counter("tokens", "one after each prompt, one for each pass in which a request decodes, and those accepted of pads",
+        Counter("tokens", "one after each prompt, one for each pass in which a request decodes, those accepted of pads",
                 lambda case: case.work.emitted,
                 lambda case: len(case.entries) + steps(case.method) + case.work.accepted),
     ),
