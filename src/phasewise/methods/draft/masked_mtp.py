@@ -145,7 +145,7 @@ class MaskedDrafter(Drafter):
         rows = torch.cat([self._known(request)[:count] for request, count in asked])
         self.counters.head_rows += len(rows)
         if self.sampler is None:
-            each = self.model.head(rows).argmax(-1).split_with_sizes(counts)
+            each = [*self.model.head(rows).argmax(-1).split_with_sizes(counts)]
         else:
             states, pending = self.model.norm(rows).to(self.dtype), [request.tokens[-1] for request, _ in asked]
             each = self._in_turn(self.sampler, states, counts, torch.tensor(pending, device=rows.device))
