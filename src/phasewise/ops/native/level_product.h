@@ -90,8 +90,8 @@ template <class Kind_> struct ByBytes {
     return splat(-SHIFT<Kind> * sum);
   }
 
-  template <int R, int W, int SETS, class S>
-  __attribute__((always_inline)) static void step(I (&acc)[SETS][R][W], const S& section, long step, long at,
+  template <int R, int W, class S>
+  __attribute__((always_inline)) static void step(I (&acc)[R][W], const S& section, long step, long at,
                                                   const int32_t* x, long stride) {
 #if DOT_INSTRUCTIONS
 #pragma GCC unroll 2
@@ -100,7 +100,7 @@ template <class Kind_> struct ByBytes {
       for (int j = 0; j < W; j++) w[j] = section.bytes(step, word, at + j * LANES);
       for (int r = 0; r < R; r++) {
         I in = splat(x[r * stride + step * 2 + word]);
-        for (int j = 0; j < W; j++) acc[word % SETS][r][j] = dot(acc[word % SETS][r][j], in, w[j]);
+        for (int j = 0; j < W; j++) acc[r][j] = dot(acc[r][j], in, w[j]);
       }
     }
 #else
@@ -108,7 +108,7 @@ template <class Kind_> struct ByBytes {
       I w = section.bytes(step, 0, at + j * LANES), v = section.bytes(step, 1, at + j * LANES);
       for (int r = 0; r < R; r++) {
         const int32_t* in = x + r * stride + step * 2;
-        acc[0][r][j] = dot(dot(acc[0][r][j], splat(in[0]), w), splat(in[1]), v);
+        acc[r][j] = dot(dot(acc[r][j], splat(in[0]), w), splat(in[1]), v);
       }
     }
 #endif
@@ -148,10 +148,9 @@ template <class Kind_> struct ByBfloats {
 
   static F begin(const Inputs&, long, long, int) { return F{}; }
 
-  template <int R, int W, int SETS, class S>
-  __attribute__((always_inline)) static void step(F (&acc)[SETS][R][W], const S& section, long step, long at,
+  template <int R, int W, class S>
+  __attribute__((always_inline)) static void step(F (&acc)[R][W], const S& section, long step, long at,
                                                   const PairOfInputs* x, long stride) {
-    static_assert(SETS == 1, "floats are added up in one order");
 #pragma GCC unroll 4
     for (int pair = 0; pair < 4; pair++) {
       const PairOfInputs* in = x + step * 4 + pair;
@@ -160,16 +159,16 @@ template <class Kind_> struct ByBfloats {
       for (int j = 0; j < W; j++) w[j] = (__m512bh)section.pair(step, pair, at + j * LANES);
       for (int r = 0; r < R; r++) {
         __m512bh both = (__m512bh)_mm512_set1_epi32(in[r * stride]);
-        for (int j = 0; j < W; j++) acc[0][r][j] = (F)_mm512_dpbf16_ps((__m512)acc[0][r][j], both, w[j]);
+        for (int j = 0; j < W; j++) acc[r][j] = (F)_mm512_dpbf16_ps((__m512)acc[r][j], both, w[j]);
       }
 #else
       I w[W];
       for (int j = 0; j < W; j++) w[j] = section.pair(step, pair, at + j * LANES);
       for (int r = 0; r < R; r++)
-        for (int j = 0; j < W; j++) acc[0][r][j] = fused((F)(w[j] << 16), splat(in[r * stride].even), acc[0][r][j]);
+        for (int j = 0; j < W; j++) acc[r][j] = fused((F)(w[j] << 16), splat(in[r * stride].even), acc[r][j]);
       for (int r = 0; r < R; r++)
         for (int j = 0; j < W; j++)
-          acc[0][r][j] = fused((F)(w[j] & (int32_t)0xffff0000), splat(in[r * stride].odd), acc[0][r][j]);
+          acc[r][j] = fused((F)(w[j] & (int32_t)0xffff0000), splat(in[r * stride].odd), acc[r][j]);
 #endif
     }
   }
@@ -195,10 +194,6 @@ constexpr int level_registers(int rows) {
   return LANES == 4 || rows == 1 || (LANES == 16 && rows <= 3) ? 4 : 2;
 }
 
-// A product is added to a sum five cycles after the one before, and ten of them run at a time: eight sums or fewer are
-// kept twice, for even and odd words. Whole numbers add up to the same in any order.
-template <class Op> constexpr int sets_of_sums(int sums) { return Op::BYTES && DOT_INSTRUCTIONS && sums <= 8 ? 2 : 1; }
-
 // What is read after a panel: every group that a tile multiplies fetches some lines of it. Else memory would be idle
 // while all but the first pass over a panel multiply what already lies in the cache.
 struct Ahead {
@@ -217,7 +212,7 @@ template <class Op, int R, class Source>
 __attribute__((noinline)) void level_tile(const Source weights, Ahead ahead, const typename Op::Inputs in, long from,
                                           long to, F (*sums)[WIDTH / LANES]) {
   typedef typename Op::Kind Kind;
-  constexpr int W = level_registers(R), PARTS = Kind::GROUP < SECTION ? 2 : 1, SETS = sets_of_sums<Op>(R * W);
+  constexpr int W = level_registers(R), PARTS = Kind::GROUP < SECTION ? 2 : 1;
   constexpr long EACH = IN_GROUP_OF<Kind> / SECTION;  // sections of a group of inputs
   for (int at = 0; at < WIDTH / LANES; at += W) {
     F total[R][W];
@@ -228,23 +223,20 @@ __attribute__((noinline)) void level_tile(const Source weights, Ahead ahead, con
       if (R > 3) ahead.fetch();
 #pragma GCC unroll 2
       for (int part = 0; part < PARTS; part++) {
-        typename Op::Acc acc[SETS][R][W] = {};
+        typename Op::Acc acc[R][W];
         for (int r = 0; r < R; r++)
-          for (int j = 0; j < W; j++) acc[0][r][j] = Op::begin(in, r, group, part);
+          for (int j = 0; j < W; j++) acc[r][j] = Op::begin(in, r, group, part);
         for (long i = 0; i < EACH; i++) {
           auto section = weights.section((group - from) * EACH + i);
           const auto* x = in.x + (group * EACH + i) * Op::WORDS;
 #pragma GCC unroll 4
           for (int step = 0; step < 4 / PARTS; step++)
-            Op::template step<R, W, SETS>(acc, section, part * 2 + step, at * LANES, x, in.stride);
+            Op::template step<R, W>(acc, section, part * 2 + step, at * LANES, x, in.stride);
         }
-        if constexpr (SETS > 1)
-          for (int r = 0; r < R; r++)
-            for (int j = 0; j < W; j++) acc[0][r][j] += acc[1][r][j];
         for (int j = 0; j < W; j++) {
           F d, m = {};
           weights.scales((group - from) * PARTS + part, (at + j) * LANES, d, m);
-          for (int r = 0; r < R; r++) total[r][j] = Op::end(in, r, group, acc[0][r][j], d, m, total[r][j]);
+          for (int r = 0; r < R; r++) total[r][j] = Op::end(in, r, group, acc[r][j], d, m, total[r][j]);
         }
       }
     }
