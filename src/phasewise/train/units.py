@@ -108,7 +108,7 @@ def unit_loss(twin: DenseDecoder, delta: LowRank, blocks: Sequence[TokenBlock], 
         wanted = targets >= 0
         sure = torch.zeros_like(wanted)
         sure[wanted] = base.gather(1, targets[wanted, None])[:, 0].exp() >= ALPHA
-        parts = sure.split([block.ids.numel() for block in blocks])
+        parts = torch.split(sure, [block.ids.numel() for block in blocks])
         laid = [padded(block, its.view_as(block.ids), PADS, pad) for block, its in zip(blocks, parts)]
         how = Pass(delta=delta, sees=lambda layer, number: laid[number].sees)
         now = _logits(twin, [one.block for one in laid], how).log_softmax(-1)

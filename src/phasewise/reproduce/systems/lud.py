@@ -75,5 +75,8 @@ SYSTEM = System(
     ),
     quality=tuple(replace(each, alone=True) for each in short_texts()),
     attempts=(Attempt("mechanism", "passes per token as beta falls", "never more", falling, None, "pocket"),),
-    timings=(Timing("time per token at 512 tokens", 1.0, tokens=512),),
+    timings=(
+        Timing("time per token of short tasks, one by one", 1.0, seconds=loads.pace, load=TASKS,
+               settings={"method": replace(ON, most=1), "baseline": Setting(most=1)}),
+    ),
 )  # fmt: skip
