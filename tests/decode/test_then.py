@@ -151,7 +151,7 @@ def test_drafts_behind_latents_stand_as_far_on(draft: str, monkeypatch: pytest.M
     if draft in ("first layers", "pseudo rows"):
         assert decode.then.drafter.first_layers.beyond == COUNT
     kinds = {span.sees is None for span in seen if span.rows > 1}
-    if draft in ("own KV", "pseudo rows", "tuned rows"):  # chains and trees
+    if draft in ("own KV", "pseudo rows", "given rows", "tuned rows"):  # chains and trees
         assert False in kinds
     else:
         assert kinds == ({True} if draft in ("chain", "second model", "first layers") else {False})
