@@ -58,7 +58,7 @@ def test_the_table_is_a_recount_of_the_rule(texts: list[list[int]], rounds: list
         for (first, second, token), times in seen.items():
             if pair(first, second) == key:
                 want[token] = min(CAP, want.get(token, 0.0) + 0.25 * times)
-        assert row == want
+        assert row == pytest.approx(want, rel=1e-12)  # one sum is rounded at every step
 
 
 @given(rounds=st.lists(st.lists(st.integers(0, 4), min_size=3, max_size=8), max_size=30))

@@ -26,6 +26,7 @@ from phasewise.verbs.method import Method
 from phasewise.verbs.place import Placed
 from phasewise.verbs.traits import Traits
 from tests import oracle, tiny
+from tests.laws.settings import spell
 
 N, PROMPTS = 20, tiny.prompts(21, 6, 40)
 SAMPLED = Params(max_tokens=N, temperature=0.9, top_p=0.95, seed=4, ignore_eos=True)
@@ -88,7 +89,7 @@ def asking(
     drafter: Asking, verify: str = "match", model: Model | None = None, attend: str = "dense", **limits: Any
 ) -> Placed:
     methods = parse({"schedule": "prefill_first", "attend": attend})
-    methods["decode"] = Speculative(drafter, catalog.build("verify", verify))
+    methods["decode"] = Speculative(drafter, catalog.build("verify", spell("verify", verify)))
     bounds = Limits(**{"kv_bytes": 64 << 20, "prefix_cache": False, **limits})
     return Builder(model or tiny.model(), methods, bounds, load=tiny.load).build()
 
