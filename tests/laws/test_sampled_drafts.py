@@ -68,7 +68,7 @@ class Lax(Method):
             path.append(likely[0])
 
 
-VERIFIERS: dict[str, Callable[[], Any]] = {name: lambda name=name: catalog.build("verify", name)
+VERIFIERS: dict[str, Callable[[], Any]] = {name: lambda name=name: catalog.build("verify", spell("verify", name))
                                            for name in catalog.names("verify")} | {"lax": Lax}  # fmt: skip
 
 
