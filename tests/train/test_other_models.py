@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from phasewise import LLM, catalog
+from phasewise.errors import UserError
 from phasewise.load import config_of, files_of
 from phasewise.train import artefacts, mixture
 from phasewise.train.dense import DenseShape
@@ -29,6 +30,7 @@ KNOBS = {
     "decode.c2c": "c2c:sharer={other}",
     "decode.kv_prediction": "kv_prediction:model={other}",
     "decode.augment": "augment:latents=4",
+    "draft.specdec": "specdec:model={other},stop=head",
 }
 
 
@@ -53,8 +55,8 @@ def foreign(folder: Path, shape: DenseShape) -> Path:
     return folder
 
 
-# a model of random weights finds no needle, and so no layer for tidal (tests/attend/test_tidal.py)
-@pytest.mark.parametrize("kind", sorted({*artefacts.names()} - {"attend.tidal"}))
+# a model of random weights finds no needle, and so no layer for tidal (tests/attend/test_tidal.py); it answers nothing
+@pytest.mark.parametrize("kind", sorted({*artefacts.names()} - {"attend.tidal", "verify.judge"}))
 def test_it_is_trained_and_serves(
     kind: str, base: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,6 +71,12 @@ def test_it_is_trained_and_serves(
         assert len(llm.generate(["def f(x): return x " * 8], max_tokens=4)[0].tokens) > 0
     finally:
         llm.close()
+
+
+def test_a_model_that_answers_nothing_has_no_judge(base: Path, other: Path, tmp_path: Path) -> None:
+    method = catalog.build("verify", f"judge:mined={other}")
+    with pytest.raises(UserError, match="0 unimportant guesses to learn from, and .* are needed: mine more"):
+        artefacts.trainer("verify.judge")(method, artefacts.ArtefactJob(str(base), tmp_path, tokens=600))
 
 
 def test_rows_are_in_the_models_own_words(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,7 +107,7 @@ class EngineAndDraft:
 
 def fit(tokens: Sequence[MinedToken], about: Path | None = None) -> dict[str, Tensor]:
     """The tensors of the artefact; `about` gets what was found. Raises UserError as `train` does."""
-    states = torch.tensor([one.state for one in tokens], dtype=torch.float64).reshape(len(tokens), -1)
+    states = torch.tensor([one.state for one in tokens], dtype=torch.float64).reshape(len(tokens), -1 if tokens else 1)
     if not bool(torch.isfinite(states).all()):
         raise UserError("verify.judge: states of the model are no numbers (NaN or infinity): nothing can be learned "
                         "from them. Does the model answer at all?")  # fmt: skip
