@@ -8,6 +8,7 @@ import torch
 from phasewise.errors import UserError
 from phasewise.methods.decode.lud import LUD
 from phasewise.request.params import Params
+from phasewise.request.request import Request
 from phasewise.verbs.sample import Purpose, pick, uniform
 from tests import oracle, tiny
 
@@ -50,6 +51,25 @@ def test_equals_the_uncached_twin(pads: int, beta: float, temperature: float) ->
         assert request.out == [token for unit in its for token in unit]
     longest = max(len(unit) for its in units for unit in its)
     assert longest == 1 if beta > 1 else longest > 1, "nothing but single tokens"
+
+
+@pytest.mark.parametrize("schedule", ["sarathi:budget=3", "splitfuse:budget=5"])
+def test_load_changes_no_token(schedule: str) -> None:
+    """A request has its pads however few rows it is granted, and tokens that were computed before are a slice."""
+    prompts = tiny.prompts(12, 3, 30)
+    placed = tiny.engine({"decode": "lud:pads=3,beta=0.4", "schedule": schedule})
+    requests = [Request(prompt, tiny.greedy(N)) for prompt in prompts]
+    for request in requests:
+        placed.add(request)
+    for step in range(60):
+        if step % 7 == 6:
+            for request in placed.running[1:]:
+                placed.room.preempt(request)
+        placed.step()
+    tiny.finish(placed, requests)
+    assert placed.counters.preemptions > 0
+    for request, prompt in zip(requests, prompts):
+        assert request.out == [token for unit in twin(prompt, 3, 0.4) for token in unit]
 
 
 def test_what_a_lone_request_costs() -> None:

@@ -133,8 +133,9 @@ def reproduce(
 
     Counters are checked against closed forms, answers, cost and time against the baseline and against rivals. The
     verdict (holds, partly, not here, or open where nothing promised was judged) follows by rule. A drafter takes a
-    minute, a method that gives rows up or reads fewer up to a quarter of an hour, and --all up to two hours on two
-    cores. It keeps what it has found, goes on there when it is started again, and says how long is left.
+    minute, a method that gives rows up or reads fewer up to a quarter of an hour, and --all one and a half to two and
+    a half hours on two cores. It keeps what it has found, goes on there when it is started again, and says how long is
+    left.
 
     [bold]Examples[/]
 

@@ -314,8 +314,10 @@ def _bitsandbytes(parts: _Parts, said: Quantisation) -> TableMatrix:
 
 def _why_expanded(layout: str, table: Tensor, size: int, inputs: int, scales: Tensor) -> str:
     """Why a matrix of bitsandbytes' is not kept as NF4; empty: it is."""
-    if layout != "nf4" or not torch.equal(table, torch.tensor(NF4)):
-        return f"{layout}'s values have no kernel yet" if layout != "nf4" else "its quant_map is not NF4's"
+    if layout != "nf4":
+        return f"{layout}'s values have no kernel yet"
+    if not torch.equal(table, torch.tensor(NF4)):
+        return "its quant_map is not NF4's"
     if size != 64 or inputs % size:
         return f"NF4's kernel takes blocks of 64 inputs, and these are of {size} in rows of {inputs:,}"
     if bool((scales.half().float() - scales).abs().gt(scales.abs() * HALF_STEP).any()):
