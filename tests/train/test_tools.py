@@ -15,7 +15,7 @@ from phasewise.cli.app import main
 from phasewise.model import tuned
 from phasewise.model.lowrank import shapes
 from phasewise.model.model import Model
-from phasewise.train import dense, tools
+from phasewise.train import dense, tools, tuning
 from phasewise.train.artefacts import ArtefactJob
 from phasewise.train.dense import DenseDecoder, DenseShape, TokenBlock
 from phasewise.train.lowrank import LowRank
@@ -42,7 +42,7 @@ recipe = partial(tiny.recipe, stages=STAGES, size=700, warmup=2)
 def run(base: Path) -> tuple[DenseDecoder, TrainingRun[LowRank]]:
     torch.manual_seed(0)
     wanted = shapes(Model.load(base).config, range(SHAPE.num_hidden_layers), 4)
-    return dense.load(base).requires_grad_(False), tools.start(LowRank(wanted))
+    return dense.load(base).requires_grad_(False), tuning.start(LowRank(wanted))
 
 
 def teach(

@@ -50,6 +50,18 @@ class Small:
 
 
 @dataclass(frozen=True)
+class Taught:
+    """The base of a model that is taught one thing more, and how far."""
+
+    model: Annotated[str, typer.Option(help="The base model: pocket, or a directory with such a model.")] = "pocket"
+    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to train on. Default: the recipe's own number.")] = (
+        None
+    )
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights and data.")] = 0
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint in --out.")] = False
+
+
+@dataclass(frozen=True)
 class Learned:
     """The texts that a draft model learns from."""
 
@@ -90,7 +102,7 @@ class HeadsRun:
     ] = "float32"
 
 
-STEPS, SMALL, LEARNED, HEADS_RUN = Steps(), Small(), Learned(), HeadsRun()
+STEPS, SMALL, LEARNED, HEADS_RUN, TAUGHT = Steps(), Small(), Learned(), HeadsRun(), Taught()
 
 
 @app.callback()
@@ -218,16 +230,12 @@ def heads(
 
 
 @app.command("tools")
+@spread
 def tools(
     out: Annotated[
         Path, typer.Option(help="Folder for checkpoints, the loss curve, the learned weights and the model.")
     ],
-    model: Annotated[str, typer.Option(help="The base model: pocket, or a directory with such a model.")] = "pocket",
-    tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens to train on. Default: the recipe's own number.")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of weights and data.")] = 0,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint in --out.")] = False,
+    taught: Taught = TAUGHT,
 ) -> None:
     """Teach a pocket model to call a calculator if one is offered, as pocket-tools does.
 
@@ -240,24 +248,20 @@ def tools(
       phasewise train tools --out runs/tools --resume
       phasewise eval calculator --model runs/tools/model
     """
-    with _running(out, resume):
+    with _running(out, taught.resume):
         from phasewise.train.artefacts import ArtefactJob
         from phasewise.train.tools import train as train_tools
 
-        print(train_tools(ArtefactJob(model, out, tokens, seed, resume)))
+        print(train_tools(ArtefactJob(taught.model, out, taught.tokens, taught.seed, taught.resume)))
 
 
 @app.command("units")
+@spread
 def units(
     out: Annotated[
         Path, typer.Option(help="Folder for checkpoints, the loss curve, the learned weights and the model.")
     ],
-    model: Annotated[str, typer.Option(help="The base model: pocket, or a directory with such a model.")] = "pocket",
-    tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens to train on. Default: the recipe's own number.")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of weights and data.")] = 0,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint in --out.")] = False,
+    taught: Taught = TAUGHT,
 ) -> None:
     """Teach a pocket model to say several tokens a step (LUD), as pocket-units does.
 
@@ -270,11 +274,11 @@ def units(
       phasewise train units --out runs/units --resume
       phasewise run "def add(" --model runs/units/model --decode lud
     """
-    with _running(out, resume):
+    with _running(out, taught.resume):
         from phasewise.train.artefacts import ArtefactJob
         from phasewise.train.units import train as train_units
 
-        print(train_units(ArtefactJob(model, out, tokens, seed, resume)))
+        print(train_units(ArtefactJob(taught.model, out, taught.tokens, taught.seed, taught.resume)))
 
 
 @app.command("artefact")

@@ -20,25 +20,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.optim import AdamW
 
-from phasewise.errors import UserError
+from phasewise.load import config_of
 from phasewise.methods.decode.lud import pad_of
-from phasewise.model import tuned
-from phasewise.model.artefacts import fingerprint
-from phasewise.model.directory import Directory
-from phasewise.model.lowrank import shapes
 from phasewise.train.artefacts import ArtefactJob
 from phasewise.train.dense import DenseDecoder, TokenBlock
 from phasewise.train.device import halved
 from phasewise.train.lowrank import LowRank
 from phasewise.train.mixture import NO_LOSS, Stage
 from phasewise.train.passes import Pass
-from phasewise.train.pocket import draw_if_possible
-from phasewise.train.tools import export
-from phasewise.train.trainer import StepLoss, TrainingRecipe, TrainingRun, fit
+from phasewise.train.trainer import StepLoss, TrainingRecipe
+from phasewise.train.tuning import Lesson, teach
 
-TOKENS, RANK, RATE = 600_000, 16, 3e-3  # of texts, padding included, without pads
+TOKENS = 600_000  # of texts, padding included, without pads
 PADS, ALPHA = 3, 0.9
 STAGES = (Stage(1.0, 512, 3072, code=0.4, long=0.15, copies=0.2),)
 DECAY = ((0.4, 1.0), (1.0, 0.01))
@@ -126,37 +120,12 @@ def _logits(twin: DenseDecoder, blocks: Sequence[TokenBlock], how: Pass) -> Tens
     return F.linear(twin.hidden(blocks, how)[wanted], twin.embed_tokens.weight).float()
 
 
-def start(delta: LowRank) -> TrainingRun[LowRank]:
-    """A fresh run; the frozen base is no part of it."""
-    return TrainingRun(delta, [AdamW(delta.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)])
-
-
 def train(job: ArtefactJob) -> Path:
-    """Teach `job.model`; `job.out` gets checkpoint.pt, losses.csv, curve.png, the low-rank weights and model/.
+    """Teach `job.model` (`tuning.teach`); its chat template stays."""
+    pad = pad_of(config_of(job.model))
 
-    Returns the folder of the model, a plain checkpoint. Raises UserError for a model that this is not for, and if a run
-    cannot be resumed so.
-    """
-    base, twin = job.base()
-    files = base.files
-    if not isinstance(files, Directory):
-        raise UserError(f"{files.path} is not a directory with a model of its own: teach pocket, or one like it")
-    torch.manual_seed(job.seed)
-    tokens, pad = job.tokens or TOKENS, pad_of(base.config)
-    run = start(LowRank(shapes(base.config, range(base.config.layers), RANK)))
-    run.settings = {"model": job.model, "seed": job.seed}
-    if job.resume:
-        run.read(job.checkpoint)
-    words = f"phasewise train units --model {job.model} --tokens {tokens} --seed {job.seed}"
-    about = {"base": fingerprint(base), "over": files.path.name, "command": words}
+    def loss(twin: DenseDecoder, delta: LowRank, batch: tuple[list[TokenBlock], list[TokenBlock]]) -> StepLoss:
+        return unit_loss(twin, delta, [*batch[0], *batch[1]], pad)
 
-    def save(run: TrainingRun[LowRank]) -> None:
-        tuned.save(job.out / tuned.FILE, run.model.tensors(), about)
-
-    def loss(_: Stage, batch: tuple[list[TokenBlock], list[TokenBlock]]) -> StepLoss:
-        return unit_loss(twin, run.model, [*batch[0], *batch[1]], pad)
-
-    fit(run, loss, job.mixture(), TrainingRecipe(tokens, STAGES, decay=DECAY), job.out, save)
-    save(run)
-    draw_if_possible(job.out)
-    return export(files, job.out / tuned.FILE, job.out / "model", None)
+    recipe = TrainingRecipe(job.tokens or TOKENS, STAGES, decay=DECAY)
+    return teach(job, Lesson("units", loss, lambda mixture: mixture, recipe))
