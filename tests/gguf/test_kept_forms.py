@@ -66,10 +66,10 @@ def write(path: Path, kinds: Mapping[str, str], *, layers: int = 2, hidden: int 
         kind = kinds.get(name.rpartition(".")[2], kinds[""])
         if len(shape) == 1:
             writer.add_tensor(f"{name}.weight", np.random.default_rng(seed).uniform(0.5, 1.5, shape).astype(np.float32))
-        elif kind in ("F32", "BF16"):
+        elif kind in ("F32", "F16", "BF16"):
             drawn = np.random.default_rng(seed).standard_normal(shape).astype(np.float32) / shape[1] ** 0.5
-            if kind == "F32":
-                writer.add_tensor(f"{name}.weight", drawn)
+            if kind != "BF16":
+                writer.add_tensor(f"{name}.weight", drawn.astype(np.float32 if kind == "F32" else np.float16))
             else:
                 raw = torch.from_numpy(drawn).bfloat16().view(torch.uint8).numpy()
                 writer.add_tensor(f"{name}.weight", raw, raw_dtype=GGMLQuantizationType.BF16)
@@ -122,12 +122,13 @@ LARGE = [
     ({"": "Q4_K", "attn_v": "Q6_K", "ffn_down": "Q6_K", "token_embd": "Q6_K"}, 11),
     ({"": "Q4_K", "token_embd": "BF16"}, 9),
     ({"": "Q4_K", "token_embd": "Q6_K", "output": "BF16"}, 5),
+    ({"": "F16"}, 3),
 ]
 
 
 @pytest.mark.thorough
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize("kinds, layers", LARGE, ids=["blocks", "bfloat16, tied", "bfloat16, a head"])
+@pytest.mark.parametrize("kinds, layers", LARGE, ids=["blocks", "bfloat16, tied", "bfloat16, a head", "float16"])
 def test_nothing_is_expanded_or_held_twice(kinds: dict[str, str], layers: int, tmp_path: Path) -> None:
     """Of a file of 130 to 160 MB: what stays, and what loading takes beyond that."""
     small = write(tmp_path / "small.gguf", {"": "Q4_K", "token_embd": "Q6_K"})

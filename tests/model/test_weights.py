@@ -19,7 +19,7 @@ from phasewise.model.directory import Directory
 from phasewise.model.layout import layout
 from phasewise.model.model import Model
 from phasewise.model.parse import parse_config
-from phasewise.model.weights import Checkpoint, Weights
+from phasewise.model.weights import Checkpoint, FusedRows, Weights
 from tests.mapped import resident
 
 from .families import FAMILIES
@@ -288,6 +288,23 @@ def test_what_was_read_leaves_memory_and_can_be_read_again(tmp_path: Path) -> No
         assert resident(read.data_ptr()) < read.nbytes // 4
         checkpoint.let_go(copy)
         assert torch.equal(copy, tensor) and torch.equal(read, tensor)
+
+
+def test_rows_of_fused_matrices_are_read_slice_by_slice(tmp_path: Path) -> None:
+    """Each slice is that of the whole, and what was read leaves memory."""
+    shapes, kinds = ((24_000, 64), (1, 64), (16_000, 64)), (torch.bfloat16, torch.float32, torch.float16)
+    parts = {f"t{i}": torch.randn(*shape).to(kind) for i, (shape, kind) in enumerate(zip(shapes, kinds))}
+    save_file(parts, tmp_path / "model.safetensors")
+    whole = torch.cat([part.bfloat16() for part in parts.values()])
+    checkpoint = Checkpoint(tmp_path)
+    rows = FusedRows(checkpoint, [(name, tuple(part.shape)) for name, part in parts.items()], torch.bfloat16)
+    assert rows.shape == tuple(whole.shape)
+    for start in range(0, len(whole), 1100):
+        some = rows[start : start + 1100]
+        assert torch.equal(some, whole[start : start + 1100])
+        checkpoint.let_go(some)
+    if sys.platform == "linux":
+        assert resident(checkpoint.read("t0").data_ptr()) < whole.nbytes // 4
 
 
 def test_quantised_tensors(checkpoint: Path) -> None:

@@ -17,11 +17,12 @@ from phasewise.gguf import families
 from phasewise.gguf.blocks import BlockMatrix, BlockType, Bytes, Floats
 from phasewise.gguf.container import BrokenFile, GGUFFile, Metadata, TensorInfo
 from phasewise.gguf.families import Change, GGUFFields, TensorSource
+from phasewise.ops.native.weights import DenseRows
 
 SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 MOST_SHARDS = 1000
 MOST_LISTED = 1 << 16  # values of a tensor that is read for settings
-PIECE = 1 << 22  # values expanded at a time
+PIECE = 1 << 18  # values expanded at a time
 # made from the rest of the file, or read for settings
 ASIDE = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|.*\.attn_rot_embd\.weight")
 
@@ -123,7 +124,7 @@ class GGUFModel:
         """The tensor, expanded a piece at a time; `dtype` None: as `dtype(name)` says."""
         change, shape = self._ways[name].change, self.shape(name)
         info, rows, done = self._rows(name)
-        if len(shape) > 1 and not change and info.type.name == "BF16" and dtype in (None, torch.bfloat16):
+        if self._is_view(name, dtype):
             return torch.from_numpy(rows.reshape(-1)).view(torch.bfloat16).view(shape)
         heads = self._heads(change)
         if len(shape) == 1:  # one value a row, as pairs are undone by rows
@@ -139,6 +140,19 @@ class GGUFModel:
             done(start, min(start + step, rows.shape[0]))
         return out.reshape(shape)
 
+    def rows(self, name: str, dtype: torch.dtype) -> DenseRows:
+        """A matrix in the dtype, expanded slice by slice."""
+        found = self.blocks(name)
+        if found is None or self._is_view(name, dtype):
+            return self.read(name, dtype)
+        return ExpandedRows(self._info(self._ways[name].name).type, found, self.shape(name), dtype)
+
+    def _is_view(self, name: str, dtype: torch.dtype | None) -> bool:
+        """True if a tensor is read as a view of the mapped file."""
+        way = self._ways[name]
+        bfloats = self._info(way.name).type.name == "BF16" and dtype in (None, torch.bfloat16)
+        return bfloats and not way.change and len(self.shape(name)) > 1
+
     def _heads(self, change: Change) -> int:
         """The number of heads whose rows a tensor has, where each must be undone by itself."""
         key = {"pairs of queries": "num_attention_heads", "pairs of keys": "num_key_value_heads"}.get(change)
@@ -150,6 +164,25 @@ class GGUFModel:
             start = tensor.data_ptr() - file.address
             if start >= 0 and start + tensor.nbytes <= file.bytes:
                 file.let_go(start, start + tensor.nbytes)
+
+
+class ExpandedRows:
+    """A matrix [out, in] of a file's blocks, whose rows are expanded to the dtype when they are asked for."""
+
+    def __init__(self, kind: BlockType, blocks: BlockMatrix, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.shape, self.dtype = shape, dtype
+        self._kind, self._blocks = kind, blocks
+
+    def __getitem__(self, rows: slice, /) -> Tensor:
+        start, end, _ = rows.indices(self.shape[0])
+        out = torch.empty((end - start, self.shape[1]), dtype=self.dtype)
+        raw, order, step = self._blocks.raw, self._blocks.order, max(1, PIECE // self.shape[1])
+        for first in range(start, end, step):
+            some = slice(first, min(first + step, end))
+            found = _expanded(self._kind, raw[some] if order is None else raw[order[some]])
+            out[first - start : some.stop - start] = _tensor(found.reshape(-1, self.shape[1]))
+            self._blocks.done(some.start, some.stop)
+        return out
 
 
 def _expanded(kind: BlockType, raw: Bytes) -> Floats:

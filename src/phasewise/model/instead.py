@@ -23,6 +23,7 @@ from phasewise.model.parse import parse_config
 from phasewise.model.raw import RawConfig
 from phasewise.model.tuned import about, base_of
 from phasewise.model.weights import Checkpoint, Tensors
+from phasewise.ops.native.weights import DenseRows
 from phasewise.version import __version__
 
 FILE = "instead.safetensors"
@@ -84,6 +85,9 @@ class Exchanged:
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         return self._of(name).read(name, dtype)
+
+    def rows(self, name: str, dtype: torch.dtype) -> DenseRows:
+        return self._of(name).rows(name, dtype)
 
     def blocks(self, name: str) -> BlockMatrix | None:
         return self._of(name).blocks(name)

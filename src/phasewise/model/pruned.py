@@ -13,6 +13,7 @@ from phasewise.gguf.blocks import BlockMatrix
 from phasewise.model.config import ModelConfig
 from phasewise.model.layout import layout
 from phasewise.model.weights import Tensors
+from phasewise.ops.native.weights import DenseRows
 
 
 def pruned(config: ModelConfig, keep: Sequence[int]) -> ModelConfig:
@@ -43,6 +44,9 @@ class Pruned:
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         return self.tensors.read(self._names[name], dtype)
+
+    def rows(self, name: str, dtype: torch.dtype) -> DenseRows:
+        return self.tensors.rows(self._names[name], dtype)
 
     def blocks(self, name: str) -> BlockMatrix | None:
         return self.tensors.blocks(self._names[name])

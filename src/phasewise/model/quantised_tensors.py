@@ -10,6 +10,7 @@ from torch import Tensor
 
 from phasewise.errors import WeightsError
 from phasewise.model.weights import DTYPES, Checkpoint
+from phasewise.ops.native.weights import DenseRows
 
 
 class Expandable(Protocol):
@@ -56,6 +57,9 @@ class QuantisedTensors(Generic[M]):
         if tensor is not stored:
             self.checkpoint.let_go(stored)
         return tensor
+
+    def rows(self, name: str, dtype: torch.dtype) -> DenseRows:
+        return self.read(name, dtype) if name in self._matrices else self.checkpoint.rows(name, dtype)
 
     def _let_go(self, matrix: M) -> None:
         """Give the pages of a matrix's tensors back."""

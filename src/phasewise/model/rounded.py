@@ -21,6 +21,7 @@ from phasewise.model.levels import matrices, require_whole_groups, rounded_to_ne
 from phasewise.model.weights import DTYPES, Tensors
 from phasewise.model.weights_form import WeightsForm
 from phasewise.ops.native.levels import KINDS
+from phasewise.ops.native.weights import DenseRows
 
 log = logging.getLogger(__name__)
 OUTPUTS = 256  # that are rounded at a time
@@ -73,6 +74,9 @@ class RoundedTensors:
         self._tensors.let_go(weight)
         return values
 
+    def rows(self, name: str, dtype: torch.dtype) -> DenseRows:
+        return self.read(name, dtype) if name in self._sizes else self._tensors.rows(name, dtype)
+
     def blocks(self, name: str) -> BlockMatrix | None:
         if name not in self._sizes:
             return self._tensors.blocks(name)
@@ -91,12 +95,12 @@ class RoundedRows:
         self.shape = (outputs, inputs // form.block * KINDS[form.kind].size)
         self.nbytes = math.prod(self.shape)
         self._tensors, self._name, self._form = tensors, name, form
-        self._weight: Tensor | None = None  # as it is read, until its last row has been packed
+        self._weight: DenseRows | None = None  # as it is read, until its last row has been packed
 
     def __getitem__(self, rows: slice | NDArray[np.int64], /) -> NDArray[np.uint8]:
         assert isinstance(rows, slice)
         if self._weight is None:
-            self._weight = self._tensors.read(self._name, torch.float32)
+            self._weight = self._tensors.rows(self._name, torch.float32)
         start, end, _ = rows.indices(self.shape[0])
         out = np.empty((end - start, self.shape[1]), np.uint8)
         for first in range(start, end, OUTPUTS):
@@ -108,5 +112,6 @@ class RoundedRows:
     def done(self, first: int, end: int) -> None:
         """Rows `first` to `end` have been packed."""
         if end == self.shape[0] and self._weight is not None:
-            self._tensors.let_go(self._weight)
+            if isinstance(self._weight, Tensor):
+                self._tensors.let_go(self._weight)
             self._weight = None

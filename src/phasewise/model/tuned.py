@@ -25,6 +25,7 @@ from phasewise.model.layout import layout
 from phasewise.model.parse import parse_config
 from phasewise.model.raw import RawConfig
 from phasewise.model.weights import Tensors
+from phasewise.ops.native.weights import DenseRows
 from phasewise.version import __version__
 
 FILE = "delta.safetensors"
@@ -105,6 +106,10 @@ class Added:
         a, b = self._delta[key]
         change = b[row : row + tensor.shape[0]].double() @ a.double()  # exact enough to round alike everywhere
         return change.add_(tensor).to(dtype or tensor.dtype)
+
+    def rows(self, name: str, dtype: torch.dtype) -> DenseRows:
+        changed = self._parts.get(name, ("", 0))[0] in self._delta
+        return self.read(name, dtype) if changed else self.tensors.rows(name, dtype)
 
     def blocks(self, name: str) -> BlockMatrix | None:
         return None if self._parts.get(name, ("", 0))[0] in self._delta else self.tensors.blocks(name)

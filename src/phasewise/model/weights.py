@@ -8,6 +8,7 @@ import logging
 import mmap
 import re
 import sys
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from functools import cache, lru_cache
@@ -27,7 +28,7 @@ from phasewise.model.modules import module_tensors
 from phasewise.model.raw import read_json
 from phasewise.ops import native
 from phasewise.ops.linear import Linear
-from phasewise.ops.native.weights import PackedPart, PackedWeights, form_of_blocks, pack, pack_blocks
+from phasewise.ops.native.weights import DenseRows, PackedPart, PackedWeights, form_of_blocks, pack, pack_blocks
 
 INDEXED = "safetensors.index.json"
 INDEX, SINGLE, CONFIG, ADAPTER = f"model.{INDEXED}", "model.safetensors", "config.json", "adapter_config.json"
@@ -58,6 +59,10 @@ class Tensors(Protocol):
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """The tensor. `dtype` is a hint: one that has to be expanded anyway is expanded to that."""
+        ...
+
+    def rows(self, name: str, dtype: torch.dtype) -> DenseRows:
+        """A matrix whose rows are to be read slice by slice, first to last: what `read` gives, or read by and by."""
         ...
 
     def blocks(self, name: str) -> BlockMatrix | None:
@@ -99,6 +104,9 @@ class Checkpoint:
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         tensor: Tensor = self._file(self.where[name]).get_tensor(name)
         return tensor
+
+    def rows(self, name: str, dtype: torch.dtype) -> DenseRows:
+        return self.read(name)
 
     def blocks(self, name: str) -> BlockMatrix | None:
         """None: they do not lie in blocks."""
@@ -263,9 +271,7 @@ class Weights:
 
     def _read(self, name: str) -> Tensor:
         tensor = self.checkpoint.read(name, self.dtype)
-        if tensor.dtype not in DTYPES:
-            raise WeightsError(f"{self.checkpoint.where[name]}: tensor {name} is {tensor.dtype}; only unquantised "
-                               f"weights are supported ({', '.join(map(str, DTYPES))}).")  # fmt: skip
+        check_plain(self.checkpoint, name, tensor.dtype)
         return tensor
 
     def linear(self, key: str) -> Linear:
@@ -274,11 +280,25 @@ class Weights:
         exact = key.endswith("router")
         if not exact and self._in_blocks(key):
             return self._as_stored(key, bias)
-        return self.packed(self.take(key), bias, exact=exact)
+        if exact or not self._packs:
+            return self.packed(self.take(key), bias, exact=exact)
+        rows = FusedRows(self.checkpoint, self._parts_of(key), self.dtype)
+        weights = PackedWeights(rows, bias, "int8" if self.int8 else "bfloat16", self.checkpoint.let_go)
+        self.taken_bytes += weights.nbytes - (0 if bias is None else bias.nbytes)
+        return Linear.of(weights)
+
+    @property
+    def _packs(self) -> bool:
+        """True if linear layers are packed for the native kernels, slice by slice."""
+        return self.device.type == "cpu" and self.dtype == torch.bfloat16 and native.library() is not None
 
     def table(self, key: str) -> Tensor | Linear:
-        """The tensor under `key`, once; rows of one that stays in the form of its file are had from a layer."""
-        return self._as_stored(key, None) if self._in_blocks(key) else self.take(key)
+        """The tensor under `key`, once; rows of one that stays in the form of its file, or that had to be expanded, are
+        had from a layer."""
+        if self._in_blocks(key):
+            return self._as_stored(key, None)
+        expands = not isinstance(self.checkpoint.rows(self.layout[key][0][0], self.dtype), Tensor)
+        return self.linear(key) if expands and self._packs and not self.int8 else self.take(key)
 
     def _in_blocks(self, key: str) -> bool:
         return any(self._form(name) is not None for name, _ in self.layout[key])
@@ -332,8 +352,8 @@ class Weights:
     def _part(self, name: str, columns: Tensor | None) -> PackedPart:
         found = self._form(name)
         if found is None:
-            dense = self._read(name).to(self.dtype)
-            dense = dense if columns is None else dense[:, columns]
+            rows = FusedRows(self.checkpoint, [(name, self.checkpoint.shape(name))], self.dtype)
+            dense = rows if columns is None else rows[:][:, columns]
             return pack(dense, "int8" if self.int8 else "bfloat16", self.checkpoint.let_go)
         form, stored = found
         return pack_blocks(stored.raw, form, stored.order, stored.done, stored.whole)
@@ -345,6 +365,54 @@ class Weights:
         linear = Linear(weight, bias, precision=precision, done=self.checkpoint.let_go)
         self.taken_bytes += linear.nbytes - before
         return linear
+
+
+class FusedRows:
+    """The rows of matrices one below another in one dtype, each of them opened when its first row is asked for.
+
+    A slice within one matrix that needs no change is a view of the mapped file. Of others the file's pages are given
+    back at once.
+    """
+
+    def __init__(self, checkpoint: Tensors, parts: Sequence[Part], dtype: torch.dtype) -> None:
+        self.shape = (sum(shape[0] for _, shape in parts), *parts[0][1][1:])
+        self.dtype = dtype
+        self._checkpoint, self._names = checkpoint, [name for name, _ in parts]
+        self._starts = list(accumulate((shape[0] for _, shape in parts), initial=0))
+        self._open: tuple[int, DenseRows] | None = None
+
+    def __getitem__(self, rows: slice, /) -> Tensor:
+        start, end, _ = rows.indices(self.shape[0])
+        first = bisect_right(self._starts, start) - 1
+        found = self._part(first)[start - self._starts[first] : end - self._starts[first]]
+        if len(found) == end - start and found.dtype == self.dtype:
+            return found
+        out = torch.empty((end - start, *self.shape[1:]), dtype=self.dtype)
+        at = start
+        while True:
+            out[at - start : at - start + len(found)] = found
+            self._checkpoint.let_go(found)
+            at += len(found)
+            if at == end:
+                return out
+            first += 1
+            found = self._part(first)[: end - at]
+
+    def _part(self, index: int) -> DenseRows:
+        if self._open is None or self._open[0] != index:
+            self._open = None  # before the next one is read
+            name = self._names[index]
+            rows = self._checkpoint.rows(name, self.dtype)
+            check_plain(self._checkpoint, name, rows.dtype)
+            self._open = index, rows
+        return self._open[1]
+
+
+def check_plain(checkpoint: Tensors, name: str, dtype: torch.dtype) -> None:
+    """Raise WeightsError for a tensor whose numbers are not of a dtype that is read."""
+    if dtype not in DTYPES:
+        raise WeightsError(f"{checkpoint.where[name]}: tensor {name} is {dtype}; only unquantised weights are "
+                           f"supported ({', '.join(map(str, DTYPES))}).")  # fmt: skip
 
 
 def kept_form(checkpoint: Tensors, name: str, *, int8: bool) -> tuple[str, BlockMatrix] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -18,7 +18,19 @@ KIND = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}  # the last: blocks
 FORMS = levels.WEIGHT_FORMS
 WIDTH = 64  # outputs per panel, as in kernels.h
 GROUP = 128  # inputs of a row, or of an output's weights, that share a scale in int8, as in linear8.cpp
-SLICE = 16 << 20  # bytes of a weight that are packed at a time
+SLICE = 4 << 20  # bytes of a weight that are packed at a time
+
+
+class DenseRows(Protocol):
+    """A weight [out, in]: a tensor, or what reads its rows when they are asked for, first to last."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def __getitem__(self, rows: slice, /) -> Tensor: ...
 
 
 class PackedPart(NamedTuple):
@@ -38,7 +50,7 @@ class PackedPart(NamedTuple):
         return _struct(self.form, self.panels.data_ptr(), self.scales, self.outputs, self.whole)
 
 
-def pack(weight: Tensor, form: str, done: Callable[[Tensor], None] | None = None) -> PackedPart:
+def pack(weight: DenseRows, form: str, done: Callable[[Tensor], None] | None = None) -> PackedPart:
     """Packs a weight [out, in] slice by slice of its rows; `done` is told each of them, whose memory may then go.
 
     "bfloat16" takes weights that are; "int8" rounds float32 or bfloat16 ones.
@@ -49,7 +61,7 @@ def pack(weight: Tensor, form: str, done: Callable[[Tensor], None] | None = None
     panel = kernels.panel_bytes(FORMS.index(form), inputs)
     count, groups = -(-outputs // WIDTH), -(-inputs // GROUP)
     panels, scales = room(count * panel), torch.zeros(count, groups, WIDTH) if form == "int8" else None
-    step = max(SLICE // (inputs * weight.element_size()) // WIDTH, 1) * WIDTH
+    step = max(SLICE // (inputs * weight.dtype.itemsize) // WIDTH, 1) * WIDTH
     for start in range(0, outputs, step):
         some = weight[start : start + step]
         rows = some.contiguous()
@@ -123,7 +135,7 @@ class PackedWeights:
     )  # fmt: skip
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, form: str = "bfloat16",
+        self, weight: DenseRows, bias: Tensor | None, form: str = "bfloat16",
         done: Callable[[Tensor], None] | None = None,
     ) -> None:  # fmt: skip
         self._set([pack(weight, form, done)], bias)
