@@ -1,13 +1,16 @@
 """The peer table: this engine among transformers, llama.cpp, vLLM, OpenVINO GenAI, all on the same prompts.
 
     python scripts/peers.py --tools DIR all --root ROOT --out FILE --rounds 5 --sizes S M [--only phasewise-bf16 ...]
-        [--reps 1]
+        [--reps 1] [--few-bits]
     python scripts/peers.py --tools DIR report --out FILE --bw GB/s --gflops GFLOP/s
 
 DIR holds the peers' measuring script, `bench_peers.py`, its `plan.json` and `setup_peers.sh`, which sets the peers up
 in ROOT; see docs/results/performance.md. Every contender runs in a process and an environment of its own, one after the
 other, and rounds are interleaved. What follows --tools DIR is that script's own command line; this one adds a peer to
 it, and leaves out those that are not set up.
+
+With --few-bits they are files and checkpoints of four bits, which peers_few_bits.sh makes. Sizes are S, M, M-all (its
+head in four bits too), L, smollm2 and gemma3 then.
 """
 
 from __future__ import annotations
@@ -58,8 +61,10 @@ def phasewise_of(tools: ModuleType) -> type:
             torch.set_num_threads(self.args.threads)
             self.dtype = self.args.dtype
             kind = "bfloat16" if self.dtype == "bf16" else self.dtype
+            if self.args.gguf:
+                self.dtype = f"{Path(self.args.gguf).stem}, rows in {self.dtype}"
             limits = Limits(2 << 30, MOST_RUNNING, prefix_cache=False)
-            self.engine = Bench.load(str(self.model), kind).engine({}, limits)
+            self.engine = Bench.load(self.args.gguf or str(self.model), kind).engine({}, limits)
 
         def serve(self, reqs: list[tuple[float, list[int], int]]) -> tuple[float, list[list[float]]]:
             import torch
@@ -116,6 +121,34 @@ def with_ours(plan: Path, root: Path, args: list[str], out: Path) -> None:
     out.write_text(json.dumps(entries), encoding="utf-8")
 
 
+FILES = {"S": "S-q4_0", "M": "M-q4_0", "M-all": "M-q4_0-all", "L": "L-q4_k_m", "smollm2": "smollm2", "gemma3": "gemma3"}
+FEW_BITS_TESTS = ("prefill512", "decode1", "decode8", "decode16")
+
+
+def few_bits(root: Path, args: list[str]) -> list[dict[str, Any]]:
+    """The plan of what is in four bits: this engine and llama.cpp with the same files, the others with their own.
+
+    This engine's int8, of a checkpoint in bfloat16, stands beside them.
+    """
+    entries: list[dict[str, Any]] = []
+    for size, file in FILES.items():
+        gguf = ["--gguf", f"{root}/gguf/{file}.gguf"]
+        own = [{"id": f"phasewise-{rows}-{file}", "peer": "phasewise", "python": sys.executable,
+                "args": ["--dtype", rows, *gguf]} for rows in ("bf16", "int8")]  # fmt: skip
+        other = {"id": f"llama-{file}", "peer": "llama.cpp", "python": "base/bin/python",
+                 "args": ["--dtype", file, "--llama", f"{root}/llama.cpp", *gguf]}  # fmt: skip
+        entries += [{**each, "sizes": [size]} for each in (*own, other)]
+    plain = {"sizes": ["S", "M", "L"]}
+    entries += [
+        {"id": "phasewise-int8", "peer": "phasewise", "python": sys.executable, "args": ["--dtype", "int8"], **plain},
+        {"id": "openvino-int4", "peer": "openvino-genai", "python": "ov/bin/python",
+         "args": ["--dtype", "int4", "--ov-dir", f"{root}/ov_ckpt/{{size}}-int4"], **plain},
+        {"id": "ort-int4", "peer": "onnxruntime-genai", "python": "ort/bin/python",
+         "args": ["--dtype", "int4", "--ort-dir", f"{root}/ort_ckpt/{{size}}-int4"], **plain},
+    ]  # fmt: skip
+    return [{**each, "args": [*each["args"], *args], "tests": list(FEW_BITS_TESTS)} for each in entries]
+
+
 def taken(name: str) -> str | None:
     """The value of an option of the command line, which `all` knows nothing of."""
     if name not in sys.argv:
@@ -137,9 +170,15 @@ def main() -> None:
     module.PEERS["phasewise"] = phasewise_of(module)
     if sys.argv[1:2] == ["all"] and "--plan" not in sys.argv:
         reps = taken("--reps")
+        few = "--few-bits" in sys.argv
+        if few:
+            sys.argv.remove("--few-bits")
         out, root = (Path(sys.argv[sys.argv.index(name) + 1]) for name in ("--out", "--root"))
-        plan = out.with_suffix(".plan.json")
-        with_ours(Path(tools) / "plan.json", root, [] if reps is None else ["--reps", reps], plan)
+        plan, args = out.with_suffix(".plan.json"), [] if reps is None else ["--reps", reps]
+        if few:
+            plan.write_text(json.dumps(few_bits(root.resolve(), args)), encoding="utf-8")
+        else:
+            with_ours(Path(tools) / "plan.json", root, args, plan)
         sys.argv += ["--plan", str(plan)]
     module.main()
 
