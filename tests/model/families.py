@@ -67,6 +67,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "mixtral": make("MixtralConfig", num_local_experts=5, num_experts_per_tok=2, sliding_window=6),
     "qwen3_moe": make("Qwen3MoeConfig", num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24,
                        mlp_only_layers=[1], norm_topk_prob=True, head_dim=16),
+    "gpt_oss": make("GptOssConfig", num_local_experts=5, num_experts_per_tok=2, sliding_window=6, head_dim=16,
+                     rope_parameters=_rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=64,
+                                           truncate=False)),
     "qwen3_moe-unnormalised": make("Qwen3MoeConfig", num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24,
                                     decoder_sparse_step=2, norm_topk_prob=False),
 }  # fmt: skip

@@ -39,7 +39,7 @@ class ReferenceContext:
     """`ctx` for Model.layer: `rows` holds (request, number of rows), in the order of the batch."""
 
     def __init__(self, model: Model, rows: Sequence[tuple[Held, int]]) -> None:
-        self.specs = model.config.attention
+        self.specs, self.sinks = model.config.attention, model.sink_scores
         self.rows = rows
         self.counters: Counter[str] = Counter()
         positions = [torch.arange(seq.length, seq.length + n) for seq, n in rows]
@@ -55,7 +55,8 @@ class ReferenceContext:
             part = slice(start, start + n)
             seq.keys[layer] = _join(seq.keys[layer], k[part])
             seq.values[layer] = _join(seq.values[layer], v[part])
-            out[part] = masked_attention(q[part], seq.keys[layer], seq.values[layer], self.specs[layer])
+            out[part] = masked_attention(q[part], seq.keys[layer], seq.values[layer], self.specs[layer],
+                                         self.sinks(layer))  # fmt: skip
             start += n
         return out
 
@@ -64,7 +65,9 @@ def _join(old: Tensor | None, new: Tensor) -> Tensor:
     return new.clone() if old is None else torch.cat((old, new))
 
 
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+def masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sinks: Tensor | None = None
+) -> Tensor:  # fmt: skip
     """q [n, Hq, D] are the last n of the len(k) positions; k, v [m, Hkv, D] -> [n, Hq, D]."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -74,7 +77,10 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Te
     i = torch.arange(len(k) - len(q), len(k))[:, None]
     j = torch.arange(len(k))[None]
     visible = j <= i if spec.window is None else (j <= i) & (i - j < spec.window)
-    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:  # one more column, without a value
+        scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(q), 1)), -1)
+    weights = scores.softmax(-1)[..., : len(k)]
     return torch.einsum("hij,jhd->ihd", weights, v.float()).to(q.dtype)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from phasewise.engine.binding import Bindings, Methods, in_phase
 from phasewise.engine.lora import LORA, Loras
-from phasewise.engine.refusals import refuse_blocks, refuse_tiers
+from phasewise.engine.refusals import refuse_blocks, refuse_sinks, refuse_tiers
 from phasewise.engine.runtime import Runtime
 from phasewise.kv.buffer import Ledger
 from phasewise.kv.format import KVShape, Raw, RowFormat, block_format
@@ -61,6 +61,7 @@ class Assembly:
         unit = traits.block
         format, wire = self._form(methods["store"], unit)
         refuse_blocks(format, methods["store"], kv_shapes(self.model))
+        refuse_sinks(self.model.config, methods["attend"], self.defaults["attend"])
         key = self._prefix_key(methods, names[0]) if self.caching else None
         shapes, counters = kv_shapes(self.model), self.counters
         private = 1 if evict is None else max(1, evict.observes)

@@ -104,6 +104,13 @@ def refuse_blocks(format: RowFormat, method: Any, shapes: Sequence[KVShape]) -> 
         raise UserError(f"{label('store', method)}: {error}") from None
 
 
+def refuse_sinks(config: ModelConfig, attend: Any, plain: Any) -> None:
+    """Raise UserError for an attend method, other than the `plain` one, of a model whose attention has sink scores."""
+    if config.sink_scores and type(attend) is not type(plain):
+        raise UserError(f"{label('attend', attend)}: {config.family}'s attention has sink scores, which it knows "
+                        "nothing of: leave it out")  # fmt: skip
+
+
 def kept_within(runtime: Runtime, config: ModelConfig) -> str:
     """Returns the reason why texts stay within the context although their methods would carry them further; "" if there
     is none."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from phasewise.errors import UnsupportedModel
 from phasewise.model.config import ModelConfig
 from phasewise.model.rope import Rotary
 from phasewise.ops.attention import attention
@@ -16,9 +17,16 @@ Cached = Callable[[int, Tensor, Tensor], None]
 
 
 class TextAlone:
-    """What layers ask of a step (`LayerContext`): each token sees all before it within its layer's window."""
+    """What layers ask of a step (`LayerContext`): each token sees all before it within its layer's window.
+
+    Raises UnsupportedModel for a model whose attention has sink scores.
+    """
 
     def __init__(self, config: ModelConfig, rotary: Rotary, length: int, cached: Cached | None = None) -> None:
+        if config.sink_scores:
+            raise UnsupportedModel(
+                f"{config.family}: its attention has sink scores, with which nothing can be calibrated."
+            )
         self.config, self.rotary, self.cached = config, rotary, cached
         places = torch.arange(length)
         self.distance = places[:, None] - places

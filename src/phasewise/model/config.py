@@ -37,6 +37,17 @@ class MoeSpec:
     renormalise: bool  # the chosen experts' weights are divided by their sum
     prefix: str = "mlp"
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    router: str = "gate"
+    bias: bool = False  # of the router and of experts
+
+
+@dataclass(frozen=True)
+class ClampedGate:
+    """gpt-oss's gate, instead of act(gate) * up: (up + 1) * gate * sigmoid(alpha gate), where gate is at most `limit`
+    and up between -limit and limit."""
+
+    alpha: float
+    limit: float
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,8 @@ class ModelConfig:
     norm_offset: float = 0.0  # Gemma stores w - 1
     qk_norm: Literal["head", "full"] | None = None  # over each head's D, or over all heads at once
     activation: str = "silu"
+    clamped: ClampedGate | None = None
+    sink_scores: bool = False  # each query head has one more score, for which there is no row (gpt-oss's sinks)
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False

@@ -10,8 +10,9 @@ from tokenizers import Tokenizer as Backend
 
 from phasewise.errors import UserError
 from phasewise.model import generation
+from phasewise.model.joined_experts import JoinedExperts
 from phasewise.model.lq import LowRankQuantised
-from phasewise.model.quantisation import LQ, quantisation
+from phasewise.model.quantisation import GPT_OSS, LQ, quantisation
 from phasewise.model.quantised import Quantised
 from phasewise.model.quantised_tables import LAYOUTS, TableQuantised
 from phasewise.model.raw import RawConfig, read_json
@@ -54,6 +55,8 @@ class Directory:
         config = self.path / "config.json"
         raw = RawConfig(read_json(config), config) if config.is_file() else None
         said = None if raw is None else quantisation(raw)
+        if raw is not None and raw.get("model_type") == "gpt_oss" and (said is None or said.layout == GPT_OSS):
+            return JoinedExperts(Checkpoint(self.path))
         if raw is None or said is None:
             return Checkpoint(self.path)
         if said.layout == LQ:

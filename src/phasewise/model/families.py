@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from phasewise.errors import UserError
-from phasewise.model.config import AttentionSpec, ModelConfig, MoeSpec, Norms
+from phasewise.model.config import AttentionSpec, ClampedGate, ModelConfig, MoeSpec, Norms
 from phasewise.model.raw import RawConfig
 from phasewise.model.rope import Rope, RopeRequest, context_limits, make_rope
 
@@ -232,7 +232,30 @@ def gemma3(raw: RawConfig, context: int | None) -> ModelConfig:
     )
 
 
+def gpt_oss(raw: RawConfig, context: int | None) -> ModelConfig:
+    """Experts with a clamped gate and biases; heads with sink scores; every other layer slides."""
+    layers = raw.size("num_hidden_layers")
+    rope = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+    given = raw.mapping("rope_parameters") or raw.mapping("rope_scaling") or rope
+    defaults = {"sliding_window": 128, "max_position_embeddings": 131_072, "attention_bias": True}
+    known = RawConfig({**defaults, **raw.values, "rope_parameters": given}, raw.path)
+    config = _biased(known, _common(known, context, theta=150_000.0, eps=1e-5, head_dim=64))
+    kinds = list(raw.get("layer_types") or [FULL if i % 2 else SLIDING for i in range(layers)])
+    spec = MoeSpec(
+        experts=raw.size("num_local_experts", 128),
+        top_k=raw.size("num_experts_per_tok", 4),
+        intermediate=config.intermediate,
+        renormalise=True,
+        router="router",
+        bias=True,
+    )
+    clamped = ClampedGate(raw.number("swiglu_alpha", 1.702), raw.number("swiglu_limit", 7.0))
+    attention = _windows(known, kinds, config)
+    return replace(config, attention=attention, moe=(spec,) * layers, clamped=clamped, sink_scores=True)
+
+
 FAMILIES: dict[str, Family] = {
+    "gpt_oss": gpt_oss,
     "llama": llama,
     "mistral": mistral,
     "qwen2": qwen2,

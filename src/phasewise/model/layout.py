@@ -50,6 +50,8 @@ def _attention(config: ModelConfig, root: str) -> Iterator[Entry]:
     parts = [("qkv_proj", q + 2 * kv)] if config.fused else [("q_proj", q), ("k_proj", kv), ("v_proj", kv)]
     yield from _linear("qkv", root, parts, config.hidden, config.qkv_bias)
     yield from _linear("o", root, [("o_proj", config.hidden)], q, config.o_bias)
+    if config.sink_scores:
+        yield "sink_scores", ((f"{root}.sinks", (config.heads,)),)
     if config.qk_norm is not None:
         full = config.qk_norm == "full"
         yield "q_norm", ((f"{root}.q_norm.weight", (q if full else config.head_dim,)),)
@@ -57,13 +59,13 @@ def _attention(config: ModelConfig, root: str) -> Iterator[Entry]:
 
 
 def _experts(config: ModelConfig, spec: MoeSpec, root: str) -> Iterator[Entry]:
-    yield "router", ((f"{root}.gate.weight", (spec.experts, config.hidden)),)
+    yield from _linear("router", root, [(spec.router, spec.experts)], config.hidden, spec.bias)
     gate, up, down = spec.names
     for e in range(spec.experts):
         expert = f"{root}.experts.{e}"
         both = [(gate, spec.intermediate), (up, spec.intermediate)]
-        yield from _linear(f"expert.{e}.gate_up", expert, both, config.hidden, False)
-        yield from _linear(f"expert.{e}.down", expert, [(down, config.hidden)], spec.intermediate, False)
+        yield from _linear(f"expert.{e}.gate_up", expert, both, config.hidden, spec.bias)
+        yield from _linear(f"expert.{e}.down", expert, [(down, config.hidden)], spec.intermediate, spec.bias)
 
 
 def _linear(key: str, root: str, parts: list[tuple[str, int]], inputs: int, bias: bool) -> Iterator[Entry]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from phasewise.model.config import ClampedGate
 from phasewise.ops.linear import Linear
 
 Activation = Callable[[Tensor], Tensor]
@@ -32,13 +33,20 @@ class LayerCounts(Protocol):
     def count(self, counter: str, n: int) -> None: ...
 
 
-class MLP:
-    """down(act(gate x) * up x) for x [T, d]; gate and up are one matrix [2I, d]."""
+def clamped(gate: Tensor, up: Tensor, how: ClampedGate) -> Tensor:
+    """What `ClampedGate` says of gate and up [T, I] -> [T, I]."""
+    gate = gate.clamp(max=how.limit)
+    return (up.clamp(-how.limit, how.limit) + 1).mul_(gate * torch.sigmoid(how.alpha * gate))
 
-    def __init__(self, gate_up: Linear, down: Linear, activation: str) -> None:
+
+class MLP:
+    """down(act(gate x) * up x) for x [T, d], or what `clamp` says of gate and up; both are one matrix [2I, d]."""
+
+    def __init__(self, gate_up: Linear, down: Linear, activation: str, clamp: ClampedGate | None = None) -> None:
         self.gate_up = gate_up
         self.down = down
         self.activate = ACTIVATION[activation]
+        self.clamp = clamp
 
     def __call__(
         self, x: Tensor, counts: LayerCounts, add: Tensor | None = None, beside: Beside | None = None
@@ -48,7 +56,7 @@ class MLP:
         if beside is not None:
             beside("gate_up", x, both)
         gate, up = both.chunk(2, -1)  # [T, I] each
-        inner = self.activate(gate).mul_(up)
+        inner = self.activate(gate).mul_(up) if self.clamp is None else clamped(gate, up, self.clamp)
         out = self.down(inner, add)
         if beside is not None:
             beside("down", inner, out)

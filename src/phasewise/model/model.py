@@ -57,6 +57,8 @@ class Layer:
         self.qk_norm = _qk_norm(index, config, weights)
         self.qkv = weights.linear(f"{index}.qkv")
         self.o = weights.linear(f"{index}.o")
+        key = f"{index}.sink_scores"
+        self.sink_scores = weights.take(key).float() if key in weights else None  # [Hq]
         self.mlp = _mlp(index, config, weights)
 
     def __call__(self, x: Tensor, ctx: LayerContext, deltas: Deltas | None = None) -> Tensor:
@@ -201,6 +203,10 @@ class Model:
         """The whole of layer `i` with norms and residuals, [T, d] -> [T, d]; `deltas`: low-rank weights of rows."""
         return self.layers[i](x, ctx, deltas)
 
+    def sink_scores(self, layer: int) -> Tensor | None:
+        """The scores of a layer's query heads for which there is no row, float32 [Hq]; None where there are none."""
+        return self.layers[layer].sink_scores
+
     def head(self, x: Tensor) -> Tensor:
         """[R, d] -> logits [R, V] in float32, final norm and softcap included."""
         return self._logits(x)
@@ -256,7 +262,8 @@ def _qk_norm(index: int, config: ModelConfig, weights: Weights) -> HeadNorm | Fu
 
 def _mlp(index: int, config: ModelConfig, weights: Weights) -> MLP | MoE:
     def mlp(key: str) -> MLP:
-        return MLP(weights.linear(f"{key}.gate_up"), weights.linear(f"{key}.down"), config.activation)
+        gate_up, down = weights.linear(f"{key}.gate_up"), weights.linear(f"{key}.down")
+        return MLP(gate_up, down, config.activation, config.clamped)
 
     spec = config.moe[index]
     if spec is None:

@@ -14,10 +14,11 @@ from phasewise.model.raw import RawConfig
 
 KEY, MLX = "quantization_config", "quantization"  # MLX writes one of them, or both
 LQ = "lq"  # phasewise's own, of which `lq.py` reads the rest
+GPT_OSS = "mxfp4"  # as gpt-oss has it (joined_experts.py)
 PACKED_BYTES = "pack-quantized, 8 bits"
 READ = ("gptq (4 bits), awq (4 bits, gemm), fp8, compressed-tensors (pack-quantized of 4 or 8 bits, int-quantized of "
-        "8, float-quantized of 8, nvfp4- and mxfp4-pack-quantized), bitsandbytes (4 bits), MLX's (4 bits), phasewise's "
-        "lq")  # fmt: skip
+        "8, float-quantized of 8, nvfp4- and mxfp4-pack-quantized), gpt-oss's mxfp4, bitsandbytes (4 bits), MLX's (4 "
+        "bits), phasewise's lq")  # fmt: skip
 Group = tuple[int | None, int | None]  # outputs and inputs that share a scale; None: all
 
 
@@ -40,6 +41,8 @@ def quantisation(raw: RawConfig) -> Quantisation | None:
     if method not in METHODS:
         raise UnsupportedModel(f"{raw.path}: the checkpoint is quantised ({method}). What can be read: {READ}, and "
                                "unquantised ones in float32, bfloat16 or float16.")  # fmt: skip
+    if method == GPT_OSS and raw.get("model_type") != "gpt_oss":
+        raise UnsupportedModel(f"{raw.path}: quant_method mxfp4 is read in gpt-oss's own models alone. In all: {READ}.")
     return METHODS[method](said)
 
 
@@ -145,12 +148,16 @@ def _mlx(said: RawConfig) -> Quantisation:
     return Quantisation("mlx", (_group(said, said.get("group_size")),), True)
 
 
+def _gpt_oss(said: RawConfig) -> Quantisation:
+    return Quantisation(GPT_OSS, (), False)  # experts are, and nothing else
+
+
 def _lq(_: RawConfig) -> Quantisation:
     return Quantisation(LQ, (), False)  # layers say their own kinds
 
 
 METHODS = {"gptq": _gptq, "awq": _awq, "fp8": _fp8, "compressed-tensors": _compressed,
-           "bitsandbytes": _bitsandbytes, "mlx": _mlx, LQ: _lq}  # fmt: skip
+           "bitsandbytes": _bitsandbytes, "mlx": _mlx, GPT_OSS: _gpt_oss, LQ: _lq}  # fmt: skip
 
 
 def _require(said: RawConfig, key: str, value: Any, known: tuple[Any, ...]) -> None:

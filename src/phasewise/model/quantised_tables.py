@@ -203,6 +203,11 @@ def _mxfp4(parts: _Parts, said: Quantisation) -> TableMatrix:
     _own_shape(parts, outputs, inputs)
     if bool((scales == 255).any()):
         raise parts.wrong("has weight_scale 255, which stands for no number")
+    return mxfp4(parts.name, packed, scales, tuple(parts.tensors))
+
+
+def mxfp4(name: str, packed: Tensor, scales: Tensor, parts: tuple[Tensor, ...] | None = None) -> TableMatrix:
+    """A matrix of nibbles, two inputs a byte, `packed` uint8 [out, in / 2], and powers of two, uint8 [out, in / 32]."""
 
     def values(some: slice, levels: Tensor) -> Tensor:
         powers = torch.ldexp(torch.ones(scales[some].shape), scales[some].int() - 127)
@@ -212,8 +217,8 @@ def _mxfp4(parts: _Parts, said: Quantisation) -> TableMatrix:
         nibbles = _halves(levels.reshape(len(levels), -1, 32))
         return torch.cat((scales[some, :, None], nibbles), -1).flatten(1).numpy()
 
-    return TableMatrix(parts.name, outputs, inputs, "MXFP4", lambda some: _low_first(packed[some]), values, blocks,
-                       tuple(parts.tensors))  # fmt: skip
+    return TableMatrix(name, packed.shape[0], packed.shape[1] * 2, "MXFP4", lambda some: _low_first(packed[some]),
+                       values, blocks, parts or (packed, scales))  # fmt: skip
 
 
 def _nvfp4(parts: _Parts, said: Quantisation) -> TableMatrix:

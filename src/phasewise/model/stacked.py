@@ -13,7 +13,7 @@ from phasewise.model.mlp import MLP, MoE
 from phasewise.model.norm import FullNorm
 from phasewise.ops.linear import Linear
 from phasewise.ops.native.fit import MOST_DIM
-from phasewise.ops.native.stack import LowRank, Stack, StackExperts, StackLayer, StackNorm, StackShape
+from phasewise.ops.native.stack import LowRank, Stack, StackExperts, StackGate, StackLayer, StackNorm, StackShape
 from phasewise.ops.native.weights import PackedWeights
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def _stacked(layer: Layer, config: ModelConfig) -> StackLayer | None:
         pairs += [_pair(linear) for linear in (layer.mlp.gate_up, layer.mlp.down)]
     if attention is None or mlp is None or None in pairs:
         return None
-    heads = layer.qk_norm
+    heads, clamp = layer.qk_norm, config.clamped
     return StackLayer(
         attention=attention,
         mlp=mlp,
@@ -53,11 +53,12 @@ def _stacked(layer: Layer, config: ModelConfig) -> StackLayer | None:
         ],
         heads_norm=None if heads is None else StackNorm(heads.weight, heads.eps),
         whole=isinstance(heads, FullNorm),
-        activation=config.activation,
+        gate=StackGate(config.activation) if clamp is None else StackGate("clamped", clamp.alpha, clamp.limit),
         turn=layer.rope,
         window=spec.window,
         scale=spec.scale,
         softcap=spec.softcap,
+        sink_scores=layer.sink_scores,
     )
 
 

@@ -34,6 +34,7 @@ LEAST, MOST = 2, 8
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "smollm3")
 WHY_NOT = {
     "phi3": "its queries, keys and values lie in one tensor",
+    "gpt_oss": "its experts add biases to what is repeated, and each layer has one tensor for all of them",
     "olmo2": "its norms of queries and keys run over all heads, new ones included",
     "gemma2": "it multiplies its embeddings by the root of the width",
     "gemma3_text": "it multiplies its embeddings by the root of the width",

@@ -114,6 +114,12 @@ def weigh(logits: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tenso
     return joined, lse.permute(2, 0, 1).reshape(rows, heads * group)
 
 
+def sink(out: Tensor, lse: Tensor, scores: Tensor) -> Tensor:
+    """Attention [R, Hq, D] with the log-sum-exp of its scores [R, Hq], where heads have one more score each, float32
+    [Hq], for which there is no value: gpt-oss's sinks."""
+    return (out * torch.sigmoid(lse - scores)[..., None]).to(out.dtype)
+
+
 def scores(q: Tensor, k: Tensor, scale: float, softcap: float | None = None) -> Tensor:
     """Unmasked float32 attention logits [H, G, R, N]."""
     rows, heads_q, dim = q.shape

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from phasewise.errors import UserError
 from phasewise.ops import attention as ops
 from phasewise.ops.native import listed
 from phasewise.ops.native import spans as native
@@ -15,6 +16,7 @@ from phasewise.ops.native.choice import UnlistedRest
 
 if TYPE_CHECKING:
     from phasewise.kv.part import KVPart
+    from phasewise.step.plan import AttentionPlan
     from phasewise.step.read import Read
 
 
@@ -70,6 +72,19 @@ def attend_lse(reads: Sequence[Read]) -> list[tuple[Tensor, Tensor]]:
         sizes = [few.q.shape[0] for few in together.values()]
         out |= zip(together, zip(torch.split(rows, sizes), torch.split(lse, sizes)))
     return [out[i] for i in range(len(reads))]
+
+
+def with_sinks(plan: AttentionPlan, reads: Sequence[Read], scores: Tensor) -> list[Tensor]:
+    """Exact attention where every query head has one more score, for which there is no row: [R, hq, D] of each read.
+
+    `scores` float32 [Hq] of all heads. Raises UserError for a plan under which rows read less than they see.
+    """
+    if not plan.reads_all:
+        raise UserError("this model's attention has sink scores, which no method that chooses what rows read knows of: "
+                        "leave it out")  # fmt: skip
+    heads = reads[0].step.model.config.kv_heads
+    own = [queries_of(read.part, scores[None, :, None], heads)[0, :, 0] for read in reads]
+    return [ops.sink(out, lse, mine) for mine, (out, lse) in zip(own, attend_lse(reads))]
 
 
 def _plainly(read: Read) -> tuple[Tensor, Tensor]:

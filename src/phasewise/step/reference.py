@@ -30,7 +30,7 @@ from phasewise.step.plan import (
     Window,
 )
 from phasewise.step.read import FEW, Read, View
-from phasewise.step.reads import attend_all, attend_listed, attend_lse
+from phasewise.step.reads import attend_all, attend_listed, attend_lse, with_sinks
 from phasewise.step.shared import in_common
 
 ENTRIES = 1 << 27  # of a mask that is made at a time
@@ -47,7 +47,9 @@ def look(plan: AttentionPlan, read: Read) -> None:
 
 def attend(plan: AttentionPlan, reads: Sequence[Read]) -> Sequence[Tensor | None]:
     """One output [R, hq, D] per read of one layer, all of this plan; None: attention over everything visible."""
-    keys = plan.keys
+    keys, scores = plan.keys, reads[0].step.model.sink_scores(reads[0].layer)
+    if scores is not None:
+        return with_sinks(plan, reads, scores)
     if isinstance(keys, Custom):
         return keys.attend(reads)
     if isinstance(keys, NamedSlots):

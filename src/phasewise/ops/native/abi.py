@@ -390,6 +390,7 @@ class AttentionCallStruct(Structure):
     commons: Pointer = None
     common_count: int = 0
     softcap: float = 0.0
+    sink_scores: Pointer = None
 
 
 class ListedStruct(Structure):
@@ -490,6 +491,7 @@ class PrefillCallStruct(Structure):
     unequal: Pointer = None
     shared: Pointer = None
     shared_slots: int = 0
+    sink_scores: Pointer = None
 
 
 class NoiseStruct(Structure):
@@ -566,6 +568,14 @@ class ExpertsStruct(Structure):
     loads: Pointer = None
 
 
+class GateStruct(Structure):
+    """What a gated MLP makes of gates and ups."""
+
+    activation: int = 0
+    alpha: float = 0.0
+    limit: float = 0.0
+
+
 class LayerStruct(Structure):
     """One decoder layer."""
 
@@ -580,11 +590,12 @@ class LayerStruct(Structure):
     gate_up: Pointer = None
     down: Pointer = None
     experts: Pointer = None
-    activation: int = 0
+    gate: GateStruct = GateStruct()
     turn: int = 0
     window: int = 0
     scale: float = 0.0
     softcap: float = 0.0
+    sink_scores: Pointer = None
 
 
 class TurnStruct(Structure):

@@ -206,7 +206,7 @@ template <class T> static void finish(const Call& call, const Job& job, const St
   for (long i = 0; i < job.count; i++) {
     long row = (job.first + i) / group(call), head = head_of(call, job, i);
     T* out = (T*)span.out + (row * call.heads_q + head) * call.dim;
-    float scale = s.total[i] == 0 ? 0 : 1 / s.total[i];  // a row that sees nothing reads 0
+    float scale = share_of(s.total[i], s.top[i], call.sink_scores, head);
     put_sums(s.sum[i], scale, call.dim, out);
     if (span.lse) span.lse[row * call.heads_q + head] = s.top[i] + logf(s.total[i]);
   }

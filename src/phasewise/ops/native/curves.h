@@ -1,5 +1,7 @@
 // What layers bend their numbers with: activations of gated MLPs, and the cap of scores and logits.
 #pragma once
+#include <type_traits>
+
 #include "kernels.h"
 #include "simd.h"
 
@@ -53,31 +55,48 @@ inline F gelu_tanh(F x) {  // (1 + tanh y) / 2 is the sigmoid of 2 y
   return x * sigmoid((x * x * x * 0.044715f + x) * 1.595769122f);
 }
 
-// y = activation(gate) * up; a number does not depend on where it stands
-template <class Activation>
-inline void gate(const bf16* gate, const bf16* up, long n, bf16* y, const Activation& activation) {
+template <class Activation> struct Times {  // activation(gate) * up
+  const Activation& activation;
+  F operator()(F gate, F up) const { return activation(gate) * up; }
+};
+
+struct Clamped {  // as CLAMPED says; NaN stays NaN
+  float alpha, limit;
+  F operator()(F gate, F up) const {
+    gate = select(gate > limit, splat(limit), gate);
+    up = select(up > limit, splat(limit), select(up < -limit, splat(-limit), up));
+    return (up + 1.0f) * (gate * sigmoid(gate * alpha));
+  }
+};
+
+// y = how(gate, up); a number does not depend on where it stands
+template <class How> inline void gate(const bf16* gate, const bf16* up, long n, bf16* y, const How& how) {
   long i = 0;
-  for (; i + LANES <= n; i += LANES) store_floats(y + i, activation(load_floats(gate + i)) * load_floats(up + i));
+  for (; i + LANES <= n; i += LANES) store_floats(y + i, how(load_floats(gate + i), load_floats(up + i)));
   if (i == n) return;
   bf16 rest[3][LANES] = {};
   memcpy(rest[0], gate + i, (n - i) * 2);
   memcpy(rest[1], up + i, (n - i) * 2);
-  store_floats(rest[2], activation(load_floats(rest[0])) * load_floats(rest[1]));
+  store_floats(rest[2], how(load_floats(rest[0]), load_floats(rest[1])));
   memcpy(y + i, rest[2], (n - i) * 2);
 }
 
 // The same for rows of `both`, gates and then ups, [rows, 2 inner]: every thread takes some columns of all.
-template <class Activation>
-inline void gate_rows(const bf16* both, long rows, long inner, bf16* y, int thread, int all, const Activation& how) {
+template <class How>
+inline void gate_rows(const bf16* both, long rows, long inner, bf16* y, int thread, int all, const How& how) {
   long slice = (inner / all + LANES) / LANES * LANES, from = thread * slice;
   long count = inner - from < slice ? inner - from : slice;
   for (long r = 0; r < rows && count > 0; r++)
     gate(both + r * 2 * inner + from, both + r * 2 * inner + inner + from, count, y + r * inner + from, how);
 }
 
-inline void gate_rows(long activation, const bf16* both, long rows, long inner, bf16* y, int thread, int all) {
-  if (activation == SILU) gate_rows(both, rows, inner, y, thread, all, silu);
-  else if (activation == GELU_TANH) gate_rows(both, rows, inner, y, thread, all, gelu_tanh);
-  else if (activation == GELU) gate_rows(both, rows, inner, y, thread, all, gelu);
-  else gate_rows(both, rows, inner, y, thread, all, relu);
+inline void gate_rows(const Gate& how, const bf16* both, long rows, long inner, bf16* y, int thread, int all) {
+  auto by = [&](const auto& activation) {
+    gate_rows(both, rows, inner, y, thread, all, Times<std::decay_t<decltype(activation)>>{activation});
+  };
+  if (how.activation == SILU) by([](F x) { return silu(x); });
+  else if (how.activation == GELU_TANH) by([](F x) { return gelu_tanh(x); });
+  else if (how.activation == GELU) by([](F x) { return gelu(x); });
+  else if (how.activation == RELU) by([](F x) { return relu(x); });
+  else gate_rows(both, rows, inner, y, thread, all, Clamped{(float)how.alpha, (float)how.limit});
 }

@@ -172,7 +172,7 @@ void mix(const Mixed& call, void* memory, Shares* shares, int thread, int all) {
     memcpy(room.grouped + room.place[p] * call.hidden, call.x + p / e.top * call.hidden, call.hidden * 2);
   wait_for_all(all);
   multiply_all(call, room, 0, room.grouped, room.both, thread, all);
-  gate_rows(call.activation, room.both, pairs(call), weights_of(call, 0, 1).inputs, room.gated, thread, all);
+  gate_rows(call.gate, room.both, pairs(call), weights_of(call, 0, 1).inputs, room.gated, thread, all);
   wait_for_all(all);
   multiply_all(call, room, 1, room.gated, room.grouped, thread, all);
   for (long r = thread; r < call.rows; r += all) add_up(call, room, r);

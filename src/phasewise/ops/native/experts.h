@@ -6,7 +6,7 @@ struct Mixed {  // rows x [rows, hidden] and what they become
   const Experts& experts;
   const bf16* x;
   long rows, hidden;
-  int64_t activation;
+  const Gate& gate;
   const bf16* add;  // [rows, hidden] or null
   bf16* y;          // [rows, hidden], the mixture and `add`, rounded once; it may be `add`
 };

@@ -206,6 +206,7 @@ struct AttentionCall {
   const Common* commons;  // none with a window that hides slots of one
   int64_t common_count;
   double softcap;  // 0: none; else a score becomes softcap tanh(score / softcap)
+  const float* sink_scores;  // [heads_q], one more score of every row, for which there is no slot; or null
 };
 
 struct Listed {  // as Span, but row r of head h reads the slots [heads, rows, count] that are listed for it; -1: none
@@ -259,6 +260,7 @@ struct PrefillCall {  // q [rows, heads_q, dim] see slots of k, v [heads, n, dim
   const Head* unequal;  // [heads], as `heads` of a Span; or null. Such a call has no `sees`, and no queries of sinks
   const Planes* shared;  // as in a Span; without `unequal`
   int64_t shared_slots;
+  const float* sink_scores;  // as in AttentionCall
 };
 
 struct Noise {  // added to scores, Gumbel(0, 1), a draw by row, key, query head and layer
@@ -311,7 +313,13 @@ struct Experts {                   // of a layer: every row has the weighted sum
   uint8_t* loads;       // [count]: set to 1 where the weights of one were read
 };
 
-constexpr int SILU = 0, GELU_TANH = 1, GELU = 2;  // else RELU
+constexpr int SILU = 0, GELU_TANH = 1, GELU = 2, RELU = 3;
+constexpr int CLAMPED = 4;  // (up + 1) gate / (1 + e^(-alpha gate)), gates at most `limit`, ups within it
+
+struct Gate {  // what a gated MLP makes of gates and ups
+  int64_t activation;
+  double alpha, limit;
+};
 
 struct Layer {  // of a stack
   Norm before_attention, after_attention, before_mlp, after_mlp;
@@ -320,10 +328,11 @@ struct Layer {  // of a stack
   const Weights *qkv, *o;         // null: rows pass its attention by
   const Weights *gate_up, *down;  // null where there are experts; without these too, rows pass its MLP by
   const Experts* experts;         // or null
-  int64_t activation;
+  Gate gate;
   int64_t turn;           // which of the rotations; -1: none
   int64_t window;         // 0: none
   double scale, softcap;  // as in AttentionCall
+  const float* sink_scores;  // likewise
 };
 
 struct Turn {  // one kind of rotary positions

@@ -52,7 +52,7 @@ std::string describe() {
             F(first), F(sealed), F(heads), F(tally), F(shared), F(shared_slots));
   STRUCTURE(Common, F(spans), F(count), F(from), F(to), F(level));
   STRUCTURE(AttentionCall, F(spans), F(count), F(heads_q), F(heads), F(dim), F(kind), F(window), F(threads),
-            F(scale), F(commons), F(common_count), F(softcap));
+            F(scale), F(commons), F(common_count), F(softcap), F(sink_scores));
   STRUCTURE(Listed, F(q), F(k), F(v), F(out), F(q_row), F(k_head), F(k_row), F(v_head), F(v_row), F(rows), F(count),
             F(slots), F(k_scale), F(v_scale), F(k_scale_head), F(v_scale_head), F(held), F(rest));
   STRUCTURE(ListedCall, F(spans), F(count), F(heads_q), F(heads), F(dim), F(kind), F(threads), F(scale));
@@ -62,7 +62,7 @@ std::string describe() {
   STRUCTURE(PrefillCall, F(q), F(k), F(v), F(out), F(q_row), F(q_head), F(k_head), F(k_row), F(v_head), F(v_row),
             F(n), F(rows), F(heads_q), F(heads), F(dim), F(kind), F(threads), F(scale), F(k_scale), F(v_scale),
             F(k_scale_head), F(v_scale_head), F(softcap), F(sight), F(sees), F(sees_head), F(sees_row), F(lse),
-            F(unequal), F(shared), F(shared_slots));
+            F(unequal), F(shared), F(shared_slots), F(sink_scores));
   STRUCTURE(Noise, F(seeds), F(rows), F(keys), F(keys_head), F(heads), F(layer));
   STRUCTURE(ReceivedCall, F(q), F(k), F(out), F(ends), F(q_row), F(q_head), F(k_head), F(k_row), F(n), F(rows),
             F(heads_q), F(heads), F(dim), F(kind), F(threads), F(window), F(scale), F(softcap), F(lse), F(noise),
@@ -71,9 +71,10 @@ std::string describe() {
             F(n), F(older), F(threads), F(places), F(row));
   STRUCTURE(Norm, F(weight), F(eps));
   STRUCTURE(Experts, F(router), F(products), F(count), F(top), F(renormalise), F(loads));
+  STRUCTURE(Gate, F(activation), F(alpha), F(limit));
   STRUCTURE(Layer, F(before_attention), F(after_attention), F(before_mlp), F(after_mlp), F(heads), F(whole), F(qkv),
-            F(o), F(gate_up), F(down), F(experts), F(activation), F(turn), F(window), F(scale),
-            F(softcap));
+            F(o), F(gate_up), F(down), F(experts), F(gate), F(turn), F(window), F(scale), F(softcap),
+            F(sink_scores));
   STRUCTURE(Turn, F(cos), F(sin), F(size));
   STRUCTURE(Embeddings, F(packed), F(plain), F(vocab), F(scale));
   STRUCTURE(LayerChoice, F(way), F(low), F(high), F(head), F(channels), F(turn), F(turned), F(line), F(sums),

@@ -134,7 +134,8 @@ template <class T> struct Work {
       long r = i % TILE<T>, d = 0, whole = call.dim / PER_STEP<N> * PER_STEP<N>;
       N* out = (N*)call.out + (row(first + i) * call.heads_q + head_q(first + i)) * call.dim;
       const float* from = tile.sum_before + r * shape.padded;
-      float total = tile.total_before[r], scale = total == 0 ? 0 : 1 / total;  // a row that sees nothing reads 0
+      float total = tile.total_before[r];
+      float scale = share_of(total, tile.top_before[r], call.sink_scores, head_q(first + i));
       if (call.lse) call.lse[row(first + i) * call.heads_q + head_q(first + i)] = tile.top_before[r] + logf(total);
       for (; d < whole; d += LANES) store_floats(out + d, load<F>(from + d) * scale);
       for (; d < call.dim; d++) put(out + d, from[d] * scale);

@@ -202,6 +202,12 @@ __attribute__((noinline)) static void merge(float& top, float& total, float* sum
     store(sum + d, fused(load<F>(of_part + d), part, load<F>(sum + d) * before));
 }
 
+// What sums of values are multiplied with in the end. A row that sees nothing reads 0. `sink_scores`: of all heads, or null.
+inline float share_of(float total, float top, const float* sink_scores, long head) {
+  if (total == 0) return 0;
+  return 1 / (sink_scores ? total + expf(sink_scores[head] - top) : total);
+}
+
 typedef float Each __attribute__((vector_size(16)));  // of up to four queries
 
 inline float total(F v) {

@@ -74,7 +74,8 @@ static void place(const StackCall& call, const Layer& layer, const Room& room, c
 
 static AttentionCall attention_of(const StackCall& call, const Layer& layer, const Span* spans) {
   return {spans,        call.span_count, call.heads_q, call.heads,   call.dim,          BFLOAT,
-          layer.window, call.threads,    layer.scale,  call.commons, call.common_count, layer.softcap};
+          layer.window, call.threads,    layer.scale,  call.commons, call.common_count, layer.softcap,
+          layer.sink_scores};
 }
 
 // A span that is a slice; `span` is the layer's, or null where only sizes matter.
@@ -82,7 +83,7 @@ static PrefillCall slice_of(const StackCall& call, const Layer& layer, const Spa
   PrefillCall slice = {};
   slice.n = own.n, slice.rows = own.rows, slice.heads_q = call.heads_q, slice.heads = call.heads, slice.dim = call.dim;
   slice.kind = BFLOAT, slice.threads = call.threads;
-  slice.scale = layer.scale, slice.softcap = layer.softcap;
+  slice.scale = layer.scale, slice.softcap = layer.softcap, slice.sink_scores = layer.sink_scores;
   if (!span) return slice;
   slice.sight = span->sight;
   if (!slice.sight.window) slice.sight.window = layer.window;
@@ -161,7 +162,7 @@ static void add_product(const Stage& stage, long index, int which, const Weights
 
 static Mixed mixed(const StackCall& call, const Layer& layer, bf16* in, bf16* out, long rows) {
   bf16* add = layer.after_mlp.weight ? nullptr : call.x;
-  return {*layer.experts, in, rows, call.hidden, layer.activation, add, add ? add : out};
+  return {*layer.experts, in, rows, call.hidden, layer.gate, add, add ? add : out};
 }
 
 // A layer up to its attention, if it has one; `index` counts the call's layers.
@@ -194,7 +195,7 @@ static void run_second_half(const Stage& stage, long index) {
     return;
   }
   stage.product(index, 2, layer.gate_up, in, nullptr, room.gate_up);
-  gate_rows(layer.activation, room.gate_up, call.rows, layer.down->inputs, room.gated, stage.thread, stage.all);
+  gate_rows(layer.gate, room.gate_up, call.rows, layer.down->inputs, room.gated, stage.thread, stage.all);
   wait_for_all(stage.all);
   add_product(stage, index, 3, layer.down, room.gated, layer.after_mlp);
 }

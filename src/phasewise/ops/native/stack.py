@@ -15,6 +15,7 @@ from phasewise.ops.native import library
 from phasewise.ops.native.abi import (
     EmbeddingsStruct,
     ExpertsStruct,
+    GateStruct,
     HeadStruct,
     LayerStruct,
     LowRankStruct,
@@ -38,7 +39,7 @@ SLICE = 64  # a span of more rows is a slice of a prompt, unless it is a tree (L
 
 LINEARS = 4  # linear layers of a layer that may have low-rank weights
 BIAS_BYTES = 4  # of a bias, float32
-ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "gelu", "relu")  # as kernels.h numbers them
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "gelu", "relu", "clamped")  # as kernels.h numbers them
 
 
 LowRank = tuple[PackedWeights, PackedWeights]
@@ -60,6 +61,14 @@ class StackExperts:
     renormalise: bool
 
 
+class StackGate(NamedTuple):
+    """What a gated MLP makes of gates and ups: one of ACTIVATIONS, the last of them with its numbers."""
+
+    activation: str
+    alpha: float = 0.0
+    limit: float = 0.0
+
+
 @dataclass(frozen=True, eq=False)
 class StackLayer:
     """One layer as the kernel takes it; where there is no attention or no MLP, rows pass that by. `heads_norm`
@@ -72,11 +81,12 @@ class StackLayer:
     norms: Sequence[StackNorm | None]  # before and after attention, before and after the MLP
     heads_norm: StackNorm | None
     whole: bool
-    activation: str
+    gate: StackGate
     turn: int | None
     window: int | None
     scale: float
     softcap: float | None
+    sink_scores: Tensor | None  # float32 [Hq], as in kernels.h
     beside: Sequence[LowRank | None] = ()
 
 
@@ -257,11 +267,12 @@ class Stack:
             NormStruct() if norm is None else NormStruct(weight=norm.weight.float().contiguous(), eps=norm.eps)
             for norm in (*layer.norms, layer.heads_norm)
         ]
+        how = layer.gate
         made = LayerStruct(
             before_attention=norms[0], after_attention=norms[1], before_mlp=norms[2], after_mlp=norms[3],
-            heads=norms[4], whole=layer.whole, activation=ACTIVATIONS.index(layer.activation),
-            turn=-1 if layer.turn is None else layer.turn, window=layer.window or 0, scale=layer.scale,
-            softcap=layer.softcap or 0.0,
+            heads=norms[4], whole=layer.whole, turn=-1 if layer.turn is None else layer.turn, window=layer.window or 0,
+            scale=layer.scale, softcap=layer.softcap or 0.0, sink_scores=layer.sink_scores,
+            gate=GateStruct(activation=ACTIVATIONS.index(how.activation), alpha=how.alpha, limit=how.limit),
         )  # fmt: skip
         if layer.attention is not None:
             made.qkv, made.o = (product.address for product in layer.attention)

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import get_args
+
 from torch import Tensor
 
 from phasewise.bench import acceptance
+from phasewise.bench.stats import shares
 from phasewise.reproduce import loads, sampled
 from phasewise.reproduce.lab import Lab
 from phasewise.reproduce.sampled import draft, rounds
 from phasewise.reproduce.system import Attempt, AttemptOutcome, Case, Counter, Paper, Saving, Setting, System, Timing
+from phasewise.train import dense
+from phasewise.train.agreement import matches
+from phasewise.train.draft import DraftJob, TrainedDraft, TunedOn, train
+from phasewise.train.written import kept
 
 K, TEMPERATURE = 3, 0.6  # the paper's
 LOAD = sampled.writing(TEMPERATURE)
+LAYERS, TEXT, CODE, WRITTEN = 2, 400_000, 100_000, 300  # of a small draft; tokens of two stages; texts of the target
 REACHED = 0.37  # the share of guesses that the paper's drafts have accepted on its hardest tasks
 
 
@@ -32,6 +42,26 @@ def accepts(lab: Lab) -> AttemptOutcome:
     return AttemptOutcome(ours >= REACHED and ours > untrained, f"{ours:.2%}, untrained {untrained:.2%}")
 
 
+def stages(lab: Lab) -> AttemptOutcome:
+    """A draft pruned from the target goes through all stages twice, the last on the target's text and on other text.
+
+    Both are judged by the same texts that the target wrote greedily: tokens that the draft finds most likely too.
+    """
+    less = 20 if lab.scale.quick else 1
+    with TemporaryDirectory() as room:
+        made: dict[TunedOn, TrainedDraft] = {
+            on: train(DraftJob("pocket", Path(room) / on, LAYERS, tokens=TEXT // less, sequences=WRITTEN // less,
+                               code=CODE // less, start="pruned", tuned_on=on, seed=lab.scale.seed))
+            for on in get_args(TunedOn)
+        }  # fmt: skip
+        ours, theirs = ([float(hit) for text in kept(Path(room) / "target" / "heldout.jsonl")
+                         for hit in matches(dense.load(draft.folder), text)]
+                        for draft in (made["target"], made["text"]))  # fmt: skip
+    lead = shares(ours, theirs)
+    path = ", ".join(f"{name} {found.top1:.1%}" for name, found in made["target"].stages.items())
+    return AttemptOutcome(lead.low > 0, f"{lead.text(True)} of {lead.n} tokens; {path}")
+
+
 def verdicts(case: Case) -> int:
     return case.work.emitted - case.work.accepted
 
@@ -50,7 +80,6 @@ SYSTEM = System(
     line="a draft trained in a day has 0.37 to 0.56 of its guesses accepted: up to 2 times as fast on the clock",
     promises=("cost", "time"),
     load=LOAD,
-    missing=("the stages one by one: tokens of the target against as many steps on text",),
     counters=(
         Counter("passes of the draft model", f"one a guess: {K} a pass of the model at most",
                 lambda case: case.work.draft_forwards, lambda case: K * case.work.forwards, bound="at most"),
@@ -66,6 +95,8 @@ SYSTEM = System(
                 sampled.expected(drafting().verbs["draft"], "rejection", forms, LOAD)),
         Attempt("mechanism", "first guesses accepted", f"at least {REACHED:.0%}, and more than of an untrained draft",
                 accepts),
+        Attempt("mechanism", "tokens of the target found, the last stage on its text, less as many steps on other text",
+                "all of it above 0", stages, "answers", "pocket"),
     ),
     timings=(
         Timing("time per token", seconds=loads.pace, price=True),

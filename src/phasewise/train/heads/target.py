@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from phasewise.errors import UnsupportedModel
 from phasewise.load import dtype_of, load_model
 from phasewise.model.artefacts import fingerprint
 from phasewise.model.model import Model
@@ -75,6 +76,8 @@ class FrozenTarget:
     def __init__(self, name: str, dtype: str = "float32") -> None:
         self.name = name
         self.model: Model = load_model(name, dtype=dtype_of(dtype), device=device().type)
+        if self.model.config.sink_scores:
+            raise UnsupportedModel(f"{name}: its attention has sink scores, with which no heads can be trained.")
         self.output = self.model.unembed.dense().float()  # [V, d]
         self.fingerprint = fingerprint(self.model)
 
