@@ -40,6 +40,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "mixtral": make("MixtralConfig", num_local_experts=5, num_experts_per_tok=2, sliding_window=None),
     "qwen3_moe": make("Qwen3MoeConfig", num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24, head_dim=16,
                        norm_topk_prob=True),
+    "gpt_oss": OF_DIRECTORIES["gpt_oss"],
     "smollm3": make("SmolLM3Config", num_hidden_layers=5, attention_bias=True),
     "smollm3-untied": make("SmolLM3Config", num_hidden_layers=5, tie_word_embeddings=False),
     "gemma2": make("Gemma2Config", head_dim=16, sliding_window=5, query_pre_attn_scalar=16,

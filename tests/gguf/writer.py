@@ -22,9 +22,10 @@ from torch import Tensor
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
                  "qwen3_moe": "qwen3moe", "phi3": "phi3", "olmo2": "olmo2", "smollm3": "smollm3", "gemma2": "gemma2",
-                 "gemma3_text": "gemma3"}  # fmt: skip
+                 "gemma3_text": "gemma3", "gpt_oss": "gpt-oss"}  # fmt: skip
 PAIRED = ("llama", "smollm3")  # their rows of queries and keys are put in pairs
 EXPERT = re.compile(r"(model\.layers\.(\d+)\.(?:block_sparse_moe|mlp)\.experts)\.(\d+)\.(\w+)\.weight")
+JOINED = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(gate_up|down)_proj(_bias)?")
 KINDS = {"w1": "gate", "w3": "up", "w2": "down", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 
 
@@ -196,12 +197,21 @@ def _gemma3(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _gpt_oss(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "expert_feed_forward_length": config["intermediate_size"],
+        "attention.sliding_window": config["sliding_window"],
+    }
+
+
 def _qwen3moe(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
     return {"expert_feed_forward_length": config["moe_intermediate_size"]}
 
 
-MORE: dict[str, Callable[..., dict[str, Any]]] = {"llama": _llama, "smollm3": _llama, "phi3": _phi3, "gemma2": _gemma2,
-                                                  "gemma3": _gemma3, "qwen3moe": _qwen3moe}  # fmt: skip
+MORE: dict[str, Callable[..., dict[str, Any]]] = {
+    "llama": _llama, "smollm3": _llama, "phi3": _phi3, "gemma2": _gemma2, "gemma3": _gemma3, "qwen3moe": _qwen3moe,
+    "gpt-oss": _gpt_oss,
+}  # fmt: skip
 
 
 # ---- tensors
@@ -212,6 +222,7 @@ def _tensors(
     numbers = {name: i for i, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(numbers[architecture], layers)
     experts: dict[str, list[Tensor]] = {}
+    tensors = dict(_apart(tensors))
     for name, tensor in tensors.items():
         expert = EXPERT.fullmatch(name)
         if expert and merged:
@@ -220,6 +231,8 @@ def _tensors(
             )
         elif expert:
             yield f"blk.{expert[2]}.ffn_{KINDS[expert[4]]}.{expert[3]}.weight", tensor
+        elif name.startswith("blk."):
+            yield name, tensor
         else:
             theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
             assert theirs is not None, name
@@ -227,6 +240,22 @@ def _tensors(
     for name, parts in experts.items():
         yield name, torch.stack([tensor for _, tensor in sorted(parts, key=lambda part: part[0])])
     yield from _extra(config)
+
+
+def _apart(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """gpt-oss's tensors of all experts and its sinks, under a file's names: gates and ups apart, outputs first."""
+    for name, tensor in tensors.items():
+        root = f"blk.{name.split('.')[2]}" if name.startswith("model.layers.") else ""
+        if name.endswith(".sinks"):
+            yield f"{root}.attn_sinks.weight", tensor
+        elif found := JOINED.fullmatch(name):
+            part = "bias" if found[2] else "weight"
+            rows = tensor if found[2] else tensor.transpose(1, 2)
+            kinds = ("gate", "up") if found[1] == "gate_up" else ("down",)
+            for i, kind in enumerate(kinds):
+                yield f"{root}.ffn_{kind}_exps.{part}", rows[:, i :: len(kinds)].contiguous()
+        else:
+            yield name, tensor
 
 
 def _changed(config: dict[str, Any], architecture: str, name: str, tensor: Tensor) -> Tensor:

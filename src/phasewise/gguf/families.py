@@ -288,6 +288,20 @@ def _gemma3(found: GGUFFields) -> dict[str, Any]:
     }
 
 
+def _gpt_oss(found: GGUFFields) -> dict[str, Any]:
+    meta, key = found.meta, found.key
+    experts, used = _experts_of(found)
+    scaling = _scaling(found)
+    return {
+        **_window(found),
+        "num_local_experts": experts,
+        "num_experts_per_tok": used,
+        "intermediate_size": meta.whole(key("expert_feed_forward_length")),
+        "layer_types": [SLIDING if slides else FULL for slides in _slides(found, meta.whole(key("block_count")), 2)],
+        "rope_scaling": scaling and {**scaling, "truncate": False},
+    }
+
+
 MIXTRAL = Family("mixtral", _mixtral, paired=True)
 FAMILIES = {
     "llama": Family("llama", paired=True),  # Mistral's files say llama as well
@@ -298,6 +312,7 @@ FAMILIES = {
     "olmo2": Family("olmo2", _olmo2, norms=AFTER),
     "smollm3": Family("smollm3", paired=True),
     "gemma2": Family("gemma2", _gemma2, raised=True, norms=BOTH),
+    "gpt-oss": Family("gpt_oss", _gpt_oss, norms=(("attn_norm", "input_layernorm"), AFTER[0])),
     "gemma3": Family("gemma3_text", _gemma3, raised=True, norms=BOTH),
 }
 
@@ -330,6 +345,7 @@ def _layer(found: GGUFFields, kind: Family, i: int, norm: Change) -> Iterator[tu
                 f"{root}.self_attn.{theirs}.{part}",
                 TensorSource(f"{own}.{name}.{part}", change=changes.get(name, "")),
             )
+    yield f"{root}.self_attn.sinks", TensorSource(f"{own}.attn_sinks.weight")
     both = (("ffn_up", "gate_up_proj"), ("ffn_down", "down_proj")) if kind.model_type == "phi3" else MLP
     for name, theirs in both:
         for part in ("weight", "bias"):
@@ -346,7 +362,9 @@ def _experts(found: GGUFFields, kind: Family, i: int) -> Iterator[tuple[str, Ten
         raise UserError(f"{found.meta.path}: {gate.name} has {found.tensors[gate.name][0]:,} rows for {count:,} "
                         "experts. Download or export it again.")  # fmt: skip
     root = f"model.layers.{i}.{'block_sparse_moe' if mixtral else 'mlp'}"
-    yield f"{root}.gate.weight", gate
+    router = "router" if kind.model_type == "gpt_oss" else "gate"
+    yield f"{root}.{router}.weight", gate
+    yield f"{root}.{router}.bias", TensorSource(f"blk.{i}.ffn_gate_inp.bias")
     names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     for (name, _), theirs in zip(MLP, names):
         whole = f"blk.{i}.{name}_exps.weight"
@@ -357,6 +375,7 @@ def _experts(found: GGUFFields, kind: Family, i: int) -> Iterator[tuple[str, Ten
             single = f"blk.{i}.{name}.{e}.weight"  # in older files
             way = TensorSource(single) if single in found.tensors else TensorSource(whole, entry=e)
             yield f"{root}.experts.{e}.{theirs}.weight", way
+            yield f"{root}.experts.{e}.{theirs}.bias", TensorSource(f"blk.{i}.{name}_exps.bias", entry=e)
 
 
 def undone(values: NDArray[Any], change: Change) -> NDArray[Any]:
