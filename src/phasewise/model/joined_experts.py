@@ -27,7 +27,7 @@ WHICH = {"gate_up": (("gate_proj", slice(0, None, 2)), ("up_proj", slice(1, None
 MOST_EXPERTS = 1 << 12
 
 
-class Place(NamedTuple):
+class ExpertPlace(NamedTuple):
     """Where an expert's tensor lies: its entry of a tensor of all, and which of the outputs are its own."""
 
     name: str
@@ -44,7 +44,7 @@ class JoinedExperts:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
         self.where: dict[str, Path] = dict(checkpoint.where)
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, ExpertPlace] = {}
         self._packed: dict[str, TableMatrix] = {}
         for name, path in checkpoint.where.items():
             if found := FUSED.fullmatch(name):
@@ -63,7 +63,7 @@ class JoinedExperts:
                     raise self._wrong(name, "is there in bfloat16 and in MXFP4")
                 self.where[own] = path
                 if pair is None:
-                    self._places[own] = Place(name, e, outputs)
+                    self._places[own] = ExpertPlace(name, e, outputs)
                 else:
                     blocks, scales = (each[e][outputs] for each in pair)
                     self._packed[own] = mxfp4(f"{self.directory}: {own}", blocks.flatten(1), scales)
