@@ -31,7 +31,7 @@ def read(path: Path) -> tuple[dict[str, Found], dict[str, dict[str, float]]]:
         found[row["size"]][name][row["test"]][row["round"]] = row["value"]
         peak = row.get("child_rss_mb") or row["rss_mb"]
         memory[row["size"]][name] = max(peak, memory[row["size"]].get(name, 0))
-    return {size: each for size, each in found.items()}, memory
+    return dict(found), memory
 
 
 def ahead(ours: Rounds, theirs: Rounds) -> str:
