@@ -136,7 +136,7 @@ def few_bits(root: Path, args: list[str]) -> list[dict[str, Any]]:
         own = [{"id": f"phasewise-{rows}-{file}", "peer": "phasewise", "python": sys.executable,
                 "args": ["--dtype", rows, *gguf]} for rows in ("bf16", "int8")]  # fmt: skip
         other = {"id": f"llama-{file}", "peer": "llama.cpp", "python": "base/bin/python",
-                 "args": ["--dtype", file, "--llama", f"{root}/llama.cpp", *gguf]}  # fmt: skip
+                 "args": ["--dtype", file, "--llama", f"{root}/llama-avx512", *gguf]}  # fmt: skip
         entries += [{**each, "sizes": [size]} for each in (*own, other)]
     plain = {"sizes": ["S", "M", "L"]}
     entries += [

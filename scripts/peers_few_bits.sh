@@ -4,12 +4,18 @@
 #
 # S and M in Q4_0 with a head in Q8_0, M with its head in Q4_0 too, and L, a Llama of 1.2 B whose matrices have multiples
 # of 256 inputs, in Q4_K_M: all by llama.cpp's own llama-quantize. S, M and L in int4 for OpenVINO GenAI (groups of 128,
-# symmetric) and for ONNX Runtime GenAI (blocks of 32, its default).
+# symmetric) and for ONNX Runtime GenAI (blocks of 32, its default). llama.cpp is built once more without its kernels for
+# AMX, which stop with an illegal instruction on some virtual machines; those for AVX-512 repack weights too.
 set -eu
 root=$(realpath "$1") tools=$(realpath "$2") smollm2=$(realpath "$3") gemma3=$(realpath "$4")
 here=$(cd "$(dirname "$0")" && pwd)
 cd "$root"
 [ -x llama.cpp/build/bin/llama-quantize ] || cmake --build llama.cpp/build -j2 --target llama-quantize > /dev/null
+[ -x llama.cpp/build512/bin/llama-batched-bench ] || {
+  cmake -S llama.cpp -B llama.cpp/build512 -DCMAKE_BUILD_TYPE=Release -DLLAMA_CURL=OFF -DGGML_NATIVE=OFF \
+    $(printf -- '-DGGML_%s=ON ' SSE42 AVX AVX2 FMA F16C BMI2 AVX512 AVX512_VBMI AVX512_VNNI AVX512_BF16) > /dev/null
+  cmake --build llama.cpp/build512 -j2 --target llama-batched-bench > /dev/null; }
+mkdir -p llama-avx512 && ln -sfn ../llama.cpp/build512 llama-avx512/build
 [ -d ckpt/L ] || PYTHONPATH="$tools" base/bin/python "$here/peers_large.py" ckpt
 quantise() { LD_LIBRARY_PATH=llama.cpp/build/bin llama.cpp/build/bin/llama-quantize "$@" > /dev/null; }
 for size in S M L; do
