@@ -52,7 +52,7 @@ class CodebookForm:
     bits: int = 4
     group: int = 128
     reorder: bool = True
-    learn: int = 12
+    learn: int = 8
 
     @property
     def kind(self) -> str:

@@ -23,7 +23,9 @@ from phasewise.model.codebook import PANEL, CodebookForm, Coded
 
 CLUSTERING = 12  # rounds of k-means, at most
 SWEEP = 64  # inputs after which all gradients are computed anew
+DAMPING = 0.01  # of the mean of H's diagonal, added to it while a matrix learns, as in GPTQ: unused inputs stay put
 LAST = 2  # searches after scales and values are rounded
+MOST_SEEN = 65_536  # weights of a panel by which its first codebook is chosen
 LARGEST = 60_000.0  # a scale, in float16
 Start = Literal["kmeans", "uniform"]
 
@@ -85,12 +87,13 @@ def uniform(form: CodebookForm) -> Tensor:
 def started(weight: Tensor, importance: Tensor, form: CodebookForm, start: Start = "kmeans") -> Learning:
     """A matrix float32 [out, in] by k-means: values, levels and scales are the best for one another in turns.
 
-    Squared errors are weighed by `importance` [in], the inputs' squares. With `uniform` the codebook stays as it is.
+    Squared errors are weighed by `importance` [in], the inputs' squares. A panel of no more than 2^bits different
+    weights has these for its codebook. With `uniform` codebooks stay even.
     """
     scales = weight.reshape(len(weight), -1, form.group).abs().amax(2)
     books = uniform(form).repeat(-(-len(weight) // PANEL), 1)
     if start == "kmeans":
-        books = _quantiles(weight, scales, books)
+        books, scales = _first_codebooks(weight, scales, books)
     made = _assigned(weight, Learning(form, torch.zeros(0, dtype=torch.int64), books, scales))
     error = _weighed(weight, made, importance)
     for _ in range(CLUSTERING):
@@ -114,17 +117,22 @@ def _divided(weight: Tensor, made: Learning) -> Tensor:
     return weight / wide.where(wide != 0, 1)
 
 
-def _quantiles(weight: Tensor, scales: Tensor, books: Tensor) -> Tensor:
-    """Codebooks halfway between the quantiles of each panel's weights over their scales, and even `books`."""
+def _first_codebooks(weight: Tensor, scales: Tensor, books: Tensor) -> tuple[Tensor, Tensor]:
+    """Codebooks halfway between the quantiles of each panel's weights over their scales, and even `books`; and scales."""
     wide = scales.repeat_interleave(weight.shape[1] // scales.shape[1], 1)
     x = weight / wide.where(wide != 0, 1)
     count = books.shape[1]
     ranks = (torch.arange(count) + 0.5) / count
-    found = books.clone()
+    found, scales = books.clone(), scales.clone()
     for p in range(len(books)):
-        some = x[p * PANEL : (p + 1) * PANEL].flatten()
-        found[p] = (torch.quantile(some[:: max(1, len(some) // 65_536)], ranks) + found[p]) / 2
-    return found
+        rows = slice(p * PANEL, (p + 1) * PANEL)
+        own = weight[rows].unique()
+        if len(own) <= count:
+            found[p], scales[rows] = torch.cat((own, own[-1:].expand(count - len(own)))), 1.0
+            continue
+        some = x[rows].flatten()
+        found[p] = (torch.quantile(some[:: max(1, len(some) // MOST_SEEN)], ranks) + found[p]) / 2
+    return found, scales
 
 
 def _assigned(weight: Tensor, made: Learning) -> Learning:
@@ -178,20 +186,20 @@ def learned(weight: Tensor, hessian: Tensor, form: CodebookForm, start: Start = 
         raise UserError("a matrix has numbers that are not finite, which no codebook stands for: download it again")
     if not bool(hessian.any()):
         hessian = torch.eye(weight.shape[1])
-    importance = hessian.diagonal().clamp_min(1e-12 * float(hessian.diagonal().max()))
-    first = started(weight, importance, form, start)
+    damped = hessian + torch.eye(len(hessian)) * (DAMPING * float(hessian.diagonal().mean()))
+    first = started(weight, damped.diagonal(), form, start)
     plain = _assigned(weight, first.rounded())
     if not form.learn:
         return Learned(plain.coded(), plain.coded())
     made = first
     for _ in range(form.learn):
         if start == "kmeans":
-            made = _book_step(weight, hessian, made)
-        made = _scale_step(weight, hessian, made)
-        made = searched(weight, hessian, made)
+            made = _book_step(weight, damped, made)
+        made = _scale_step(weight, damped, made)
+        made = searched(weight, damped, made)
     made = made.rounded()
     for _ in range(LAST):
-        made = searched(weight, hessian, made)
+        made = searched(weight, damped, made)
     return Learned(_better(weight, hessian, made, plain).coded(), plain.coded())
 
 
