@@ -1,4 +1,4 @@
-"""Learned codebooks: what k-means and learning give, the order of neurons, and conversions that go on to the same bits."""
+"""Learned codebooks: k-means and learning, the order of neurons, and conversions that go on to the same bits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from phasewise.model.levels import matrices
 from phasewise.model.model import Model
 from phasewise.ops import native
 from phasewise.train import codebook, codebook_job, few_bits, neuron_order
-from phasewise.train.codebook import Learning, learned, looked_up, output_errors, per_panel, searched, started
+from phasewise.train.codebook import CodebookState, learned, looked_up, output_errors, per_panel, searched, started
 from phasewise.train.codebook_job import CodebookJob, convert
 from tests.model.families import make
 from tests.model.reference import run, save_random
@@ -68,7 +68,7 @@ def matrix(outputs: int = 100, inputs: int = 256) -> tuple[Tensor, Tensor]:
     return weight, x.T @ x
 
 
-def errors(weight: Tensor, hessian: Tensor, made: Learning) -> float:
+def errors(weight: Tensor, hessian: Tensor, made: CodebookState) -> float:
     return float(output_errors(weight, hessian, made.values()).sum())
 
 
@@ -112,7 +112,7 @@ def test_a_panel_that_learning_would_make_worse_stays(monkeypatch: pytest.Monkey
     """A search that spoils the second panel: that one keeps what it had by k-means."""
     weight, hessian = matrix(128)
 
-    def spoils(weight: Tensor, hessian: Tensor, made: Learning) -> Learning:
+    def spoils(weight: Tensor, hessian: Tensor, made: CodebookState) -> CodebookState:
         levels = made.levels.clone()
         levels[64:] = 0
         return made._replace(levels=levels)
@@ -181,7 +181,8 @@ def test_alike_neurons_become_neighbours() -> None:
     """Of two kinds that were mixed the ones come before the others, in either matrix; nothing is lost."""
     draw = torch.Generator().manual_seed(5)
     wide = torch.arange(128) % 2 == 0
-    rows = torch.where(wide[:, None], torch.rand(128, 512, generator=draw) - 0.5, torch.randn(128, 512, generator=draw) ** 3)
+    flat, pointed = torch.rand(128, 512, generator=draw) - 0.5, torch.randn(128, 512, generator=draw) ** 3
+    rows = torch.where(wide[:, None], flat, pointed)
     order = neuron_order.alike([rows * torch.rand(128, 1, generator=draw), rows])
     assert torch.equal(order.sort().values, torch.arange(128))
     assert wide[order][:64].unique().numel() == wide[order][64:].unique().numel() == 1
@@ -203,8 +204,9 @@ def test_an_order_folds_away(name: str, tmp_path: Path) -> None:
     assert torch.allclose(run(after, tokens), run(before, tokens), atol=2e-4, rtol=1e-4)
     stored, moved = load_file(base / "model.safetensors"), Model.load(tmp_path / "out", dtype=torch.float32)
     names = {part: key for key, parts in layout(before.config).items() for part, _ in parts}
-    down = next(each for each in stored if names.get(each, "").endswith("1.down" if name == "llama" else "1.expert.0.down"))
-    new = moved.layers[1].mlp.down if name == "llama" else moved.layers[1].mlp.experts[0].down  # type: ignore[union-attr]
+    key, mlp = ("1.down" if name == "llama" else "1.expert.0.down"), moved.layers[1].mlp
+    down = next(each for each in stored if names.get(each) == key)
+    new = (mlp if name == "llama" else mlp.experts[0]).down  # type: ignore[union-attr]
     columns = sorted(map(tuple, stored[down].T.tolist()))
     assert sorted(map(tuple, new.dense().T.tolist())) == columns and not torch.equal(new.dense(), stored[down])
 

@@ -146,6 +146,12 @@ def weights(
       phasewise convert weights smollm2 runs/smollm2.gguf --weights int4:group=32,zeros=true,calibrate=awq
       phasewise serve --model runs/pocket-int4
     """
+    _convert(model, out, weights, tokens, text, seed, resume)
+    _tell_result(model, out, windows, seed)
+
+
+def _convert(model: str, out: Path, weights: str, tokens: int, text: Path | None, seed: int, resume: bool) -> None:
+    """Whatever form it is."""
     from phasewise.model.codebook import parse_codebook
     from phasewise.model.lq import parse_lq
 
@@ -162,7 +168,6 @@ def weights(
         converted = split(LQJob(model, out, low_rank, tokens, text, seed, resume), counting)
         _tell_errors(converted.errors)
         _tell_allocation(converted)
-    _tell_result(model, out, windows, seed)
 
 
 def _round(model: str, out: Path, weights: str, tokens: int, text: Path | None, seed: int, resume: bool) -> None:

@@ -112,8 +112,8 @@ def unpacked_levels(codes: Tensor, bits: int) -> Tensor:
     return torch.from_numpy(np.packbits(each, axis=2, bitorder="little")[..., 0])
 
 
-class Coded(NamedTuple):
-    """A matrix in codebooks: levels uint8 [out, in], codebooks bfloat16 [panels, 2^bits], scales float16 [out, groups]."""
+class CodebookLevels(NamedTuple):
+    """A matrix: levels uint8 [out, in], codebooks bfloat16 [panels, 2^bits] and scales float16 [out, groups]."""
 
     form: CodebookForm
     levels: Tensor
@@ -130,11 +130,11 @@ class Coded(NamedTuple):
         codes = packed_levels(self.levels, self.form.bits)
         return {name + CODES: codes, name + SCALES: self.scales, name + CODEBOOKS: self.codebooks}
 
-    def rows(self, start: int, end: int) -> Coded:
+    def rows(self, start: int, end: int) -> CodebookLevels:
         """Outputs from `start`, the first of a panel, up to `end`."""
         assert start % PANEL == 0
         books = self.codebooks[start // PANEL : -(-end // PANEL)]
-        return Coded(self.form, self.levels[start:end], books, self.scales[start:end])
+        return CodebookLevels(self.form, self.levels[start:end], books, self.scales[start:end])
 
 
 def settings(form: CodebookForm) -> dict[str, Any]:
@@ -199,7 +199,7 @@ class CodebookMatrix:
             end = min(start + OUTPUTS, self.outputs)
             levels = unpacked_levels(self.codes[start:end], self.bits)
             books = self.codebooks[start // PANEL : -(-end // PANEL)]
-            out[start:end] = Coded(form, levels, books, self.scales[start:end]).values()
+            out[start:end] = CodebookLevels(form, levels, books, self.scales[start:end]).values()
         return out
 
 

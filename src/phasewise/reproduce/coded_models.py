@@ -33,7 +33,7 @@ from phasewise.train.codebook_job import CodebookJob
 from phasewise.train.codebook_job import convert as learn
 from phasewise.train.few_bits import FewBitsJob
 
-TOLD = "codebooks.json"  # beside a model: bits of a weight, and errors of its layers' outputs, before and after learning
+TOLD = "codebooks.json"  # beside a model: bits of a weight, errors of its layers' outputs before and after learning
 BITS = (4, 3, 2)
 GROUP = 128
 QUICKLY = "pocket-codebook-quickly"

@@ -31,8 +31,8 @@ from phasewise.model.lq import LQForm
 from phasewise.model.parse import parse_config
 from phasewise.model.source import copy_vocabulary
 from phasewise.model.widen import widen
-from phasewise.reproduce.coded_models import CODED
 from phasewise.reproduce.aligned_heads import LEARNED, QUICKLY, eagle_beside_pocket
+from phasewise.reproduce.coded_models import CODED
 from phasewise.reproduce.knowers import KEYS, knowing
 from phasewise.reproduce.wide_heads import widen_acceptance, widen_all
 from phasewise.train.kv_heads import KVHeadsJob, looked_at, recover

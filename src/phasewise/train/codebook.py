@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
-from phasewise.model.codebook import PANEL, CodebookForm, Coded
+from phasewise.model.codebook import PANEL, CodebookForm, CodebookLevels
 
 CLUSTERING = 12  # rounds of k-means, at most
 SWEEP = 64  # inputs after which all gradients are computed anew
@@ -30,7 +30,7 @@ LARGEST = 60_000.0  # a scale, in float16
 Start = Literal["kmeans", "uniform"]
 
 
-class Learning(NamedTuple):
+class CodebookState(NamedTuple):
     """A matrix at work: levels int64 [out, in], codebooks float32 [panels, 2^bits], each in ascending order, and scales
     float32 [out, groups]."""
 
@@ -52,13 +52,13 @@ class Learning(NamedTuple):
         """The scale of each weight, float32 [out, in]."""
         return self.scales.repeat_interleave(self.form.group, 1)
 
-    def rounded(self) -> Learning:
+    def rounded(self) -> CodebookState:
         """With values in bfloat16 and scales in float16, as they are stored."""
         return self._replace(codebooks=self.codebooks.bfloat16().float().sort(1).values,
                              scales=self.scales.clamp(-LARGEST, LARGEST).half().float())  # fmt: skip
 
-    def coded(self) -> Coded:
-        return Coded(self.form, self.levels.to(torch.uint8), self.codebooks.bfloat16(), self.scales.half())
+    def coded(self) -> CodebookLevels:
+        return CodebookLevels(self.form, self.levels.to(torch.uint8), self.codebooks.bfloat16(), self.scales.half())
 
 
 def looked_up(codebooks: Tensor, levels: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def uniform(form: CodebookForm) -> Tensor:
     return (torch.arange(1 << form.bits) * 2.0 - most) / most
 
 
-def started(weight: Tensor, importance: Tensor, form: CodebookForm, start: Start = "kmeans") -> Learning:
+def started(weight: Tensor, importance: Tensor, form: CodebookForm, start: Start = "kmeans") -> CodebookState:
     """A matrix float32 [out, in] by k-means: values, levels and scales are the best for one another in turns.
 
     Squared errors are weighed by `importance` [in], the inputs' squares. A panel of no more than 2^bits different
@@ -94,7 +94,7 @@ def started(weight: Tensor, importance: Tensor, form: CodebookForm, start: Start
     books = uniform(form).repeat(-(-len(weight) // PANEL), 1)
     if start == "kmeans":
         books, scales = _first_codebooks(weight, scales, books)
-    made = _assigned(weight, Learning(form, torch.zeros(0, dtype=torch.int64), books, scales))
+    made = _assigned(weight, CodebookState(form, torch.zeros(0, dtype=torch.int64), books, scales))
     error = _weighed(weight, made, importance)
     for _ in range(CLUSTERING):
         found = _fitted_scales(weight, made, importance)
@@ -108,17 +108,17 @@ def started(weight: Tensor, importance: Tensor, form: CodebookForm, start: Start
     return made
 
 
-def _weighed(weight: Tensor, made: Learning, importance: Tensor) -> float:
+def _weighed(weight: Tensor, made: CodebookState, importance: Tensor) -> float:
     return float(((weight - made.values()).square() * importance).sum(dtype=torch.float64))
 
 
-def _divided(weight: Tensor, made: Learning) -> Tensor:
+def _divided(weight: Tensor, made: CodebookState) -> Tensor:
     wide = made.wide_scales()
     return weight / wide.where(wide != 0, 1)
 
 
 def _first_codebooks(weight: Tensor, scales: Tensor, books: Tensor) -> tuple[Tensor, Tensor]:
-    """Codebooks halfway between the quantiles of each panel's weights over their scales, and even `books`; and scales."""
+    """Codebooks halfway between the quantiles of each panel's weights over their scales and even ones, and scales."""
     wide = scales.repeat_interleave(weight.shape[1] // scales.shape[1], 1)
     x = weight / wide.where(wide != 0, 1)
     count = books.shape[1]
@@ -126,7 +126,7 @@ def _first_codebooks(weight: Tensor, scales: Tensor, books: Tensor) -> tuple[Ten
     found, scales = books.clone(), scales.clone()
     for p in range(len(books)):
         rows = slice(p * PANEL, (p + 1) * PANEL)
-        own = weight[rows].unique()
+        own: Tensor = torch.unique(weight[rows])  # type: ignore[no-untyped-call]
         if len(own) <= count:
             found[p], scales[rows] = torch.cat((own, own[-1:].expand(count - len(own)))), 1.0
             continue
@@ -135,7 +135,7 @@ def _first_codebooks(weight: Tensor, scales: Tensor, books: Tensor) -> tuple[Ten
     return found, scales
 
 
-def _assigned(weight: Tensor, made: Learning) -> Learning:
+def _assigned(weight: Tensor, made: CodebookState) -> CodebookState:
     """The nearest values of each weight."""
     x = _divided(weight, made)
     borders = (made.codebooks[:, 1:] + made.codebooks[:, :-1]) / 2
@@ -144,7 +144,7 @@ def _assigned(weight: Tensor, made: Learning) -> Learning:
     return made._replace(levels=levels)
 
 
-def _fitted_scales(weight: Tensor, made: Learning, importance: Tensor) -> Learning:
+def _fitted_scales(weight: Tensor, made: CodebookState, importance: Tensor) -> CodebookState:
     """The best scales for these levels and values."""
     values = made.unscaled
     shape = (*made.scales.shape, made.form.group)
@@ -153,7 +153,7 @@ def _fitted_scales(weight: Tensor, made: Learning, importance: Tensor) -> Learni
     return made._replace(scales=torch.where(below > 0, above / below.clamp_min(1e-30), made.scales))
 
 
-def _centred(weight: Tensor, made: Learning, importance: Tensor) -> Learning:
+def _centred(weight: Tensor, made: CodebookState, importance: Tensor) -> CodebookState:
     """The best values for these levels and scales; those of levels that no weight has stay."""
     wide = made.wide_scales()
     above = _by_level(made, weight * wide * importance)
@@ -162,21 +162,21 @@ def _centred(weight: Tensor, made: Learning, importance: Tensor) -> Learning:
     return made._replace(codebooks=books.sort(1).values)
 
 
-def _by_level(made: Learning, terms: Tensor) -> Tensor:
+def _by_level(made: CodebookState, terms: Tensor) -> Tensor:
     """Sums of [out, in] over the weights of each panel that have a level, [panels, 2^bits]."""
     rows = torch.zeros(len(terms), made.codebooks.shape[1]).scatter_add_(1, made.levels, terms)
     return per_panel(rows)
 
 
 # ---- learning
-class Learned(NamedTuple):
+class LearnedCodebooks(NamedTuple):
     """A matrix after learning, and as it was before: by k-means, or in even levels."""
 
-    coded: Coded
-    before: Coded
+    coded: CodebookLevels
+    before: CodebookLevels
 
 
-def learned(weight: Tensor, hessian: Tensor, form: CodebookForm, start: Start = "kmeans") -> Learned:
+def learned(weight: Tensor, hessian: Tensor, form: CodebookForm, start: Start = "kmeans") -> LearnedCodebooks:
     """A matrix float32 [out, in] in codebooks that were learned for `form.learn` rounds, for inputs of this Hessian.
 
     No panel's outputs have a larger error over the calibration texts than before. With `uniform` codebooks stay even,
@@ -190,7 +190,7 @@ def learned(weight: Tensor, hessian: Tensor, form: CodebookForm, start: Start = 
     first = started(weight, damped.diagonal(), form, start)
     plain = _assigned(weight, first.rounded())
     if not form.learn:
-        return Learned(plain.coded(), plain.coded())
+        return LearnedCodebooks(plain.coded(), plain.coded())
     made = first
     for _ in range(form.learn):
         if start == "kmeans":
@@ -200,15 +200,15 @@ def learned(weight: Tensor, hessian: Tensor, form: CodebookForm, start: Start = 
     made = made.rounded()
     for _ in range(LAST):
         made = searched(weight, damped, made)
-    return Learned(_better(weight, hessian, made, plain).coded(), plain.coded())
+    return LearnedCodebooks(_better(weight, hessian, made, plain).coded(), plain.coded())
 
 
-def _slope(weight: Tensor, hessian: Tensor, made: Learning) -> Tensor:
+def _slope(weight: Tensor, hessian: Tensor, made: CodebookState) -> Tensor:
     """Half the gradient of the outputs' error by each weight, E H, float32 [out, in]."""
     return (made.values() - weight) @ hessian
 
 
-def _book_step(weight: Tensor, hessian: Tensor, made: Learning) -> Learning:
+def _book_step(weight: Tensor, hessian: Tensor, made: CodebookState) -> CodebookState:
     """One step of every codebook against its gradient, as long as is best for its panel."""
     slope, wide = _slope(weight, hessian, made), made.wide_scales()
     curvature = _by_level(made, wide.square() * hessian.diagonal())
@@ -223,7 +223,7 @@ def _book_step(weight: Tensor, hessian: Tensor, made: Learning) -> Learning:
     return made._replace(codebooks=books.gather(1, order), levels=levels)
 
 
-def _scale_step(weight: Tensor, hessian: Tensor, made: Learning) -> Learning:
+def _scale_step(weight: Tensor, hessian: Tensor, made: CodebookState) -> CodebookState:
     """One step of all scales of an output against their gradient, as long as is best for it."""
     slope, values, shape = _slope(weight, hessian, made), made.unscaled, (*made.scales.shape, made.form.group)
     curvature = (values.square() * hessian.diagonal()).reshape(shape).sum(2)
@@ -233,7 +233,7 @@ def _scale_step(weight: Tensor, hessian: Tensor, made: Learning) -> Learning:
     return made._replace(scales=made.scales - steps * along[:, None])
 
 
-def searched(weight: Tensor, hessian: Tensor, made: Learning) -> Learning:
+def searched(weight: Tensor, hessian: Tensor, made: CodebookState) -> CodebookState:
     """One proximal search of the mapping: of every input in turn, each output takes the neighbouring level, the one
     above or the one below, that lowers the error of its outputs most, if one does."""
     levels, wide = made.levels.clone(), made.wide_scales()
@@ -264,7 +264,7 @@ def output_errors(weight: Tensor, hessian: Tensor, values: Tensor) -> Tensor:
     return ((off @ hessian).double() * off).sum(1)
 
 
-def _better(weight: Tensor, hessian: Tensor, found: Learning, plain: Learning) -> Learning:
+def _better(weight: Tensor, hessian: Tensor, found: CodebookState, plain: CodebookState) -> CodebookState:
     """Panel by panel, the one with the smaller error."""
     errors = [per_panel(output_errors(weight, hessian, each.values())) for each in (found, plain)]
     keep = errors[0] <= errors[1]  # [panels]

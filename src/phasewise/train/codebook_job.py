@@ -31,7 +31,7 @@ from phasewise.model.rounded import tell_rounded
 from phasewise.model.shards import write_checkpoint
 from phasewise.model.source import copy_vocabulary
 from phasewise.train import neuron_order
-from phasewise.train.codebook import Learned, Start, learned, output_errors
+from phasewise.train.codebook import LearnedCodebooks, Start, learned, output_errors
 from phasewise.train.few_bits import Bar, LinearError, calibration_texts
 from phasewise.train.layer_walk import LayerAtWork, LayerWalk, LinearInputs
 from phasewise.train.neuron_order import NeuronOrder
@@ -167,7 +167,7 @@ class _Run:
             weight, hessian = order.weight(name, own), order.hessian(name, seen[name].hessian)
             parts = self._parts_of(at.index, name)
             found = [learned(some, hessian, self.job.form, self.job.start)
-                     for some in weight.split([rows for _, rows in parts])]  # fmt: skip
+                     for some in torch.split(weight, [rows for _, rows in parts])]  # fmt: skip
             for (part, _), each in zip(parts, found):
                 made |= each.coded.tensors(part)
             told.append((name, *_errors(weight, hessian, found)))
@@ -186,7 +186,7 @@ class _Run:
         if not parts:
             return {}
         whole = order.bias(name, torch.cat([self.tensors.read(part, torch.bfloat16) for part, _ in parts]))
-        return {part: each for (part, _), each in zip(parts, whole.split([rows for _, rows in parts]))}
+        return {part: each for (part, _), each in zip(parts, torch.split(whole, [rows for _, rows in parts]))}
 
     # ---- parts
     def _part(self, index: int) -> Path:
@@ -240,7 +240,7 @@ class _Run:
         write_checkpoint(job.out, self._pieces(), config)
 
 
-def _errors(weight: Tensor, hessian: Tensor, found: Sequence[Learned]) -> tuple[float, float, float]:
+def _errors(weight: Tensor, hessian: Tensor, found: Sequence[LearnedCodebooks]) -> tuple[float, float, float]:
     """How far weights are off, over their norm; outputs over the texts, over theirs; and these before learning."""
     values, before = (torch.cat([each.values() for each in every]) for every in zip(*found))
     whole = float(output_errors(weight, hessian, torch.zeros_like(weight)).sum())

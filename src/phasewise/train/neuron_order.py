@@ -26,8 +26,8 @@ QUANTILES = 15
 
 @dataclass(frozen=True)
 class NeuronOrder:
-    """By the name of a linear layer which of its old outputs, and of its old inputs, is each new one: int64 [n]. What is
-    not named stays."""
+    """By the name of a linear layer: which of its old outputs, or inputs, is each new one, int64 [n]. One that has no name
+    here stays as it is."""
 
     rows: Mapping[str, Tensor]
     columns: Mapping[str, Tensor]
@@ -53,13 +53,14 @@ AS_IT_WAS = NeuronOrder({}, {})
 
 
 def alike(weights: list[Tensor]) -> Tensor:
-    """The order of n neurons in which neighbours are alike by their rows in all of these, float32 [n, in]; int64 [n]."""
+    """The order int64 [n] in which neighbours are alike, for neurons with rows in each of these, float32 [n, in]."""
     ranks = (torch.arange(QUANTILES) + 0.5) / QUANTILES
     shapes = [torch.quantile(w / w.norm(dim=1, keepdim=True).clamp_min(1e-30), ranks, dim=1).T for w in weights]
     features = torch.cat(shapes, 1)
     features = features - features.mean(0)
     direction = torch.linalg.eigh(features.T @ features).eigenvectors[:, -1]
-    return (features @ (direction * direction.sum().sign())).argsort(stable=True)
+    found: Tensor = (features @ (direction * direction.sum().sign())).argsort(stable=True)
+    return found
 
 
 def of_layer(config: ModelConfig, weights: Mapping[str, Tensor]) -> NeuronOrder:
@@ -74,7 +75,7 @@ def of_layer(config: ModelConfig, weights: Mapping[str, Tensor]) -> NeuronOrder:
     size = config.head_dim
     if size > PANEL:
         first = (config.heads + config.kv_heads) * size  # of v among the outputs of qkv
-        values = weights["qkv"][first:].split(size)
+        values = torch.split(weights["qkv"][first:], size)
         heads = [alike([each]) for each in values]
         own = [order + i * size for i, order in enumerate(heads)]
         rows["qkv"] = torch.cat((torch.arange(first), *(order + first for order in own)))
