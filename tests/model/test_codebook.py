@@ -102,8 +102,9 @@ def test_kernels_read_what_is_written(form: CodebookForm, tmp_path: Path) -> Non
     assert layer.nbytes == stored.raw.nbytes == sum(each.nbytes for each in made.tensors("m").values())
     size = 131 * 256 * (form.bits + 16 / form.group) / 8 + 3 * 2 * (1 << form.bits)
     assert layer.nbytes == size and KINDS[form.kind].codebook == 1 << form.bits
-    some = stored.raw[64:128]
-    assert some.dtype == np.uint8 and some.shape == (64, stored.raw.shape[1])
+    some = stored.raw[64:131]
+    assert some.dtype == np.uint8 and some.shape == (67, stored.raw.shape[1])
+    assert np.array_equal(some, stored.raw[:][64:])
 
 
 @needs_kernels

@@ -26,8 +26,8 @@ QUANTILES = 15
 
 @dataclass(frozen=True)
 class NeuronOrder:
-    """By the name of a linear layer: which of its old outputs, or inputs, is each new one, int64 [n]. One that has no name
-    here stays as it is."""
+    """Which old outputs, or inputs, of a linear layer its new ones are, int64 [n], by the layer's name. One that has no
+    name here stays as it is."""
 
     rows: Mapping[str, Tensor]
     columns: Mapping[str, Tensor]

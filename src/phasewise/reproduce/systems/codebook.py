@@ -114,7 +114,7 @@ def reordered(lab: Lab) -> AttemptOutcome:
         ours, theirs = (
             [each**2 for each in told(lab, setting(name, bits))["after"]] for name in ("codebook", "in-place")
         )
-        passed &= sum(ours) < sum(theirs)
+        passed &= sum(ours) < 0.99 * sum(theirs)
         words.append(f"{sum(ours) / sum(theirs):.3f} with {bits} bits")
     return AttemptOutcome(passed, f"{', '.join(words)} times those of neurons as they were")
 
@@ -158,7 +158,7 @@ SYSTEM = System(
     attempts=(
         Attempt("cost", "bytes of all linear layers", "4, 3 or 2 bits, a scale per 128 inputs, codebooks", held),
         Attempt("mechanism", "squared error of layers' outputs", "below k-means' in each layer", learns),
-        Attempt("mechanism", "reordering alone", "errors below those without it", reordered),
+        Attempt("mechanism", "reordering alone", "errors 1 % below those without it, or more", reordered),
         Attempt("answers", "KL with 4 bits", "below each rival of 4.13 to 4.5 bits", partial(nearer, 4, FOUR_BITS),
                 model="pocket"),
         Attempt("answers", "KL with 3 bits", "below each rival of as many bits", partial(nearer, 3, at(3)),
