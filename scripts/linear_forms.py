@@ -37,7 +37,7 @@ def layer(form: str, outputs: int, inputs: int) -> PackedWeights:
     kind = form.partition("/")[0]
     if kind not in KINDS:
         return PackedWeights(torch.ones(outputs, inputs, dtype=torch.bfloat16), None, form)
-    size = inputs // KINDS[kind].inputs * KINDS[kind].size
+    size = KINDS[kind].start + inputs // KINDS[kind].inputs * KINDS[kind].size
     return PackedWeights.of([pack_blocks(np.full((outputs, size), BYTE, np.uint8), form)], None)
 
 

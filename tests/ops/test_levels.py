@@ -19,7 +19,7 @@ ROWS = ["bfloat16", "int8"]  # forms that they come in
 OUTPUTS = 131  # two panels, and some of a third
 HALF_AT = {"Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}  # float16; others at 0
 WIDE = ("Q4_K", "Q5_K", "Q6_K")
-NEW = [kind for kind in KINDS if kind.startswith(("INT4", "E4M3", "NF4"))]  # that are no file's
+NEW = [kind for kind in KINDS if kind.startswith(("INT4", "E4M3", "NF4", "CODES"))]  # that are no file's
 
 
 @pytest.fixture(params=EACH, autouse=True)
@@ -55,12 +55,32 @@ def expand(kind: str, raw: np.ndarray) -> Tensor:
     return torch.from_numpy((scales * (levels - zeros)).reshape(len(raw), -1))
 
 
+def some_codes(kind: str, scale: float | None) -> tuple[Tensor, Tensor]:
+    """The same of levels whose values stand in a codebook: another for each panel, which begins each of its rows."""
+    of = KINDS[kind]
+    random = np.random.default_rng(of.size)
+    raw = random.integers(0, 256, (OUTPUTS, 640 // of.inputs, of.size), dtype=np.uint8)
+    drawn = random.uniform(0.001, 0.01, raw.shape[:2]) if scale is None else np.full(raw.shape[:2], scale)
+    raw[:, :, :2] = drawn.astype(np.float16)[..., None].view(np.uint8)
+    values = random.uniform(-9, 9, (-(-OUTPUTS // 64), of.codebook))
+    values = values if scale is None else values.round()
+    books = torch.from_numpy(values).bfloat16()[torch.arange(OUTPUTS) // 64]  # [out, values]
+    bits = np.unpackbits(raw[:, :, 2:], axis=2, bitorder="little").reshape(OUTPUTS, 640, -1)
+    levels = (bits.astype(np.int64) << np.arange(bits.shape[2])).sum(2)
+    scales = torch.from_numpy(raw[:, :, :2].copy().view(np.float16).astype(np.float32))[..., 0]
+    weight = books.float().gather(1, torch.from_numpy(levels)) * scales.repeat_interleave(of.inputs, 1)
+    starts = books.view(torch.uint8)
+    return torch.cat((starts, torch.from_numpy(raw.reshape(OUTPUTS, -1))), 1), weight
+
+
 def layer_of(kind: str, rows: str, raw: Tensor, bias: Tensor | None = None) -> PackedWeights:
     return PackedWeights.of([pack_blocks(raw.numpy(), f"{kind}/{rows}")], bias)
 
 
 def some_blocks(kind: str, scale: float | None) -> tuple[Tensor, Tensor]:
     """Random blocks uint8 [out, bytes of a row] and what they stand for; every float16 is `scale`, or any of a size."""
+    if KINDS[kind].codebook:
+        return some_codes(kind, scale)
     values, size, *_ = KINDS[kind]
     random = np.random.default_rng(size)
     raw = random.integers(0, 256, (OUTPUTS, (768 if kind in WIDE else 640) // values, size), dtype=np.uint8)
@@ -152,11 +172,15 @@ def test_rows_of_the_weight(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the format's package, to the bit; packed in slices, from rows that lie apart, in another order."""
     raw, weight = some_blocks(kind, None)
     layer = layer_of(kind, "int8", raw)
-    assert layer.nbytes == raw.nbytes
+    panels = -(-OUTPUTS // 64)
+    assert layer.nbytes == raw.nbytes - (OUTPUTS - panels) * KINDS[kind].start  # a panel keeps one codebook
     assert torch.equal(layer.dense(), weight.bfloat16())
     monkeypatch.setattr(weights, "SLICE", 1)
     done: list[tuple[int, int]] = []
-    apart, order = torch.cat((raw, raw), 1).numpy()[:, : raw.shape[1]], torch.randperm(len(raw)).numpy()
+    # rows of a panel have its codebook in common, and stay in it
+    sizes = (64, 64, 3) if KINDS[kind].codebook else (OUTPUTS,)
+    moved = [torch.randperm(size) + at for size, at in zip(sizes, (0, 64, 128))]
+    apart, order = torch.cat((raw, raw), 1).numpy()[:, : raw.shape[1]], torch.cat(moved).numpy()
     for places in (None, order):
         sliced = pack_blocks(apart, f"{kind}/bfloat16", places, lambda *rows: done.append(rows))
         wanted = weight if places is None else weight[places]
@@ -184,6 +208,22 @@ def test_a_number_that_all_blocks_are_multiplied_with(rows: str) -> None:
         y = plainly(x)
         assert torch.equal(layer(x), torch.cat((y, y * 2.0**-7, y * 3.0), 1))
     assert torch.equal(layer.dense(), torch.cat((weight, weight * 2.0**-7, weight * 3.0)).bfloat16())
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind].codebook])
+def test_a_panel_has_one_codebook(kind: str) -> None:
+    """Each value of it is found by its level, a row of unlike ones is refused, and NaN would spoil its panel alone."""
+    of = KINDS[kind]
+    raw, weight = some_blocks(kind, None)
+    with pytest.raises(ValueError, match="rows 64 to 127 make a panel and have unlike codebooks"):
+        pack_blocks(np.concatenate((raw[:64], raw[-1:], raw[64:])), f"{kind}/bfloat16")
+    books = raw[:, : of.start].contiguous().view(torch.bfloat16)
+    assert len(books.unique(dim=0)) == 3 and len(weight[0, : of.inputs].unique()) == of.codebook
+    assert torch.equal(layer_of(kind, "bfloat16", raw)(torch.eye(640)), weight.T)
+    spoilt = raw.clone()
+    spoilt[64:128, : of.start] = torch.full((64, of.codebook), torch.nan).bfloat16().view(torch.uint8)
+    found = layer_of(kind, "bfloat16", spoilt)(torch.ones(9, 640)).isnan()
+    assert found[:, 64:128].all() and not found[:, :64].any() and not found[:, 128:].any()
 
 
 @pytest.mark.parametrize("kind", ["E4M3_32", "E4M3_128"])

@@ -11,6 +11,7 @@ import typer
 from phasewise.errors import UserError
 
 if TYPE_CHECKING:
+    from phasewise.model.codebook import CodebookForm
     from phasewise.train.few_bits import LinearError
     from phasewise.train.lq_job import Converted
 
@@ -104,11 +105,12 @@ def weights(
         typer.Option(
             metavar="FORM",
             help="int4 or int8, and its knobs: group=32|64|128.., zeros=true, calibrate=rtn|gptq|awq, act_order=true. "
-            "Or lq: rank=8, bits=5, fisher=true, finetune=STEPS.",
+            "Or lq: rank=8, bits=5, fisher=true, finetune=STEPS. "
+            "Or codebook: bits=2|3|4, group=64|128, reorder=true, learn=ROUNDS.",
         ),
     ] = "int4:group=64",
     tokens: Annotated[
-        int, typer.Option(min=512, help="Tokens of calibration texts, for gptq, awq and lq's gradients.")
+        int, typer.Option(min=512, help="Tokens of calibration texts, for gptq, awq, codebook and lq's gradients.")
     ] = 16_384,
     text: Annotated[
         Path | None, typer.Option(help="File of calibration text. Default: library source that no evaluation sees.")
@@ -131,19 +133,32 @@ def weights(
     lq is LQ-LoRA (arXiv 2311.12023): few bits, of a kind for each layer, and a low-rank pair beside them, bits=5 a
     weight together. Errors are weighed by squared gradients (fisher=true), and pairs learn for finetune=24 steps.
 
+    codebook is JLCM (arXiv 2309.17361): 64 outputs of alike neurons share the values of their levels, which are
+    learned with the levels for the outputs of each layer over the calibration texts.
+
     A conversion that was cut short leaves OUT.parts, from which --resume goes on to the same bits.
 
     [bold]Examples[/]
 
       phasewise convert weights pocket runs/pocket-lq --weights lq:rank=4,bits=5,finetune=24
+      phasewise convert weights pocket runs/pocket-3bits --weights codebook:bits=3
       phasewise convert weights pocket runs/pocket-int4 --weights int4:group=64,calibrate=gptq
       phasewise convert weights smollm2 runs/smollm2.gguf --weights int4:group=32,zeros=true,calibrate=awq
       phasewise serve --model runs/pocket-int4
     """
+    _convert(model, out, weights, tokens, text, seed, resume)
+    _tell_result(model, out, windows, seed)
+
+
+def _convert(model: str, out: Path, weights: str, tokens: int, text: Path | None, seed: int, resume: bool) -> None:
+    """Whatever form it is."""
+    from phasewise.model.codebook import parse_codebook
     from phasewise.model.lq import parse_lq
 
-    low_rank = parse_lq(weights)
-    if low_rank is None:
+    low_rank, learned = parse_lq(weights), parse_codebook(weights)
+    if learned is not None:
+        _learn(model, out, learned, tokens, text, seed, resume)
+    elif low_rank is None:
         _round(model, out, weights, tokens, text, seed, resume)
     else:
         from phasewise.cli.progress import counting
@@ -153,7 +168,6 @@ def weights(
         converted = split(LQJob(model, out, low_rank, tokens, text, seed, resume), counting)
         _tell_errors(converted.errors)
         _tell_allocation(converted)
-    _tell_result(model, out, windows, seed)
 
 
 def _round(model: str, out: Path, weights: str, tokens: int, text: Path | None, seed: int, resume: bool) -> None:
@@ -167,6 +181,21 @@ def _round(model: str, out: Path, weights: str, tokens: int, text: Path | None, 
     if how.calibrate == "rtn" and text is not None:
         raise UserError(f"--text {text} is for calibrate=gptq or awq: add one of them to --weights, or leave it out")
     _tell_errors(make(FewBitsJob(model, out, form, how, tokens, text, seed, resume), counting))
+
+
+def _learn(
+    model: str, out: Path, form: CodebookForm, tokens: int, text: Path | None, seed: int, resume: bool
+) -> None:  # fmt: skip
+    """Codebooks that are learned."""
+    from phasewise.cli.progress import counting
+    from phasewise.train.codebook_job import CodebookJob
+    from phasewise.train.codebook_job import convert as make
+
+    made = make(CodebookJob(model, out, form, tokens, text, seed, resume), counting)
+    _tell_errors(made.errors)
+    print(f"\n{made.bits:.3f} bits a weight with scales and codebooks")
+    if form.learn:
+        print(f"squared errors of outputs {made.less:.1%} below those of k-means alone, a mean over linear layers")
 
 
 def _tell_result(model: str, out: Path, windows: int, seed: int) -> None:

@@ -10,9 +10,10 @@ from tokenizers import Tokenizer as Backend
 
 from phasewise.errors import UserError
 from phasewise.model import generation
+from phasewise.model.codebook import CodebookQuantised
 from phasewise.model.joined_experts import JoinedExperts
 from phasewise.model.lq import LowRankQuantised
-from phasewise.model.quantisation import GPT_OSS, LQ, quantisation
+from phasewise.model.quantisation import CODEBOOK, GPT_OSS, LQ, quantisation
 from phasewise.model.quantised import Quantised
 from phasewise.model.quantised_tables import LAYOUTS, TableQuantised
 from phasewise.model.raw import RawConfig, read_json
@@ -61,6 +62,8 @@ class Directory:
             return Checkpoint(self.path)
         if said.layout == LQ:
             return LowRankQuantised(Checkpoint(self.path), raw)
+        if said.layout == CODEBOOK:
+            return CodebookQuantised(Checkpoint(self.path), raw)
         return (TableQuantised if said.layout in LAYOUTS else Quantised)(Checkpoint(self.path), said)
 
     def tokenizer(self) -> Backend:

@@ -14,11 +14,12 @@ from phasewise.model.raw import RawConfig
 
 KEY, MLX = "quantization_config", "quantization"  # MLX writes one of them, or both
 LQ = "lq"  # phasewise's own, of which `lq.py` reads the rest
+CODEBOOK = "codebook"  # likewise, `codebook.py`
 GPT_OSS = "mxfp4"  # as gpt-oss has it (joined_experts.py)
 PACKED_BYTES = "pack-quantized, 8 bits"
 READ = ("gptq (4 bits), awq (4 bits, gemm), fp8, compressed-tensors (pack-quantized of 4 or 8 bits, int-quantized of "
         "8, float-quantized of 8, nvfp4- and mxfp4-pack-quantized), gpt-oss's mxfp4, bitsandbytes (4 bits), MLX's (4 "
-        "bits), phasewise's lq")  # fmt: skip
+        "bits), phasewise's lq and codebook")  # fmt: skip
 Group = tuple[int | None, int | None]  # outputs and inputs that share a scale; None: all
 
 
@@ -156,8 +157,13 @@ def _lq(_: RawConfig) -> Quantisation:
     return Quantisation(LQ, (), False)  # layers say their own kinds
 
 
+def _codebook(_: RawConfig) -> Quantisation:
+    return Quantisation(CODEBOOK, (), False)
+
+
 METHODS = {"gptq": _gptq, "awq": _awq, "fp8": _fp8, "compressed-tensors": _compressed,
-           "bitsandbytes": _bitsandbytes, "mlx": _mlx, GPT_OSS: _gpt_oss, LQ: _lq}  # fmt: skip
+           "bitsandbytes": _bitsandbytes, "mlx": _mlx, GPT_OSS: _gpt_oss, LQ: _lq,
+           CODEBOOK: _codebook}  # fmt: skip
 
 
 def _require(said: RawConfig, key: str, value: Any, known: tuple[Any, ...]) -> None:

@@ -17,6 +17,7 @@ from phasewise.kv.format import Raw, entry_bytes
 from phasewise.load import dtype_of
 from phasewise.model.model import Model
 from phasewise.options import parse
+from phasewise.reproduce.coded_models import CODED, QUICKLY
 from phasewise.reproduce.models import Shelf
 from phasewise.reproduce.play import LoadEntry, PlayedRun, play
 from phasewise.reproduce.system import Case, Load, Setting
@@ -33,6 +34,7 @@ TINY = {
     **dict.fromkeys(
         ("pocket-lq", "pocket-lq-zero", "pocket-lq-split", "pocket-lq-random", "pocket-lq-levels"), "pocket-lq-quickly"
     ),
+    **dict.fromkeys(CODED, QUICKLY),
 }  # stand-ins in a quick run
 
 

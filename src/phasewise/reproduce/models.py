@@ -32,6 +32,7 @@ from phasewise.model.parse import parse_config
 from phasewise.model.source import copy_vocabulary
 from phasewise.model.widen import widen
 from phasewise.reproduce.aligned_heads import LEARNED, QUICKLY, eagle_beside_pocket
+from phasewise.reproduce.coded_models import CODED
 from phasewise.reproduce.knowers import KEYS, knowing
 from phasewise.reproduce.wide_heads import widen_acceptance, widen_all
 from phasewise.train.kv_heads import KVHeadsJob, looked_at, recover
@@ -201,6 +202,7 @@ MADE: dict[str, Callable[[Path], None]] = {
     "pocket-lq-random": partial(low_rank, replace(LOW_RANK, finetune=0), "random"),
     "pocket-lq-levels": partial(low_rank, replace(LOW_RANK, rank=0, finetune=0), "split"),
     "pocket-lq-quickly": partial(low_rank, replace(LOW_RANK, fisher=False, finetune=0), "split"),
+    **CODED,
     **{name: partial(knowing, name) for name in KEYS},
     "random-experts": partial(random_llama, layers=8, hidden=256, context=4096, experts=16),
     "random-dense": partial(random_llama, layers=8, hidden=512, context=32768),

@@ -28,6 +28,7 @@ struct LevelChunk {                          // of a panel
   const uint8_t* next;  // what is read after it, or null
   long next_bytes;
   alignas(64) float d[MOST_GROUPS][WIDTH], m[MOST_GROUPS][WIDTH];
+  alignas(32) float codebook[16];  // of kinds that have one
 };
 
 // Fetches what comes after a chunk while it is multiplied, in equal shares: memory works meanwhile. The hardware alone
@@ -57,7 +58,7 @@ __attribute__((always_inline)) inline void pin(__m256i& x) { asm volatile("" : "
 template <long BITS_> struct PlainLevels {
   static constexpr long BITS = BITS_, GROUP = SECTION;
   static constexpr int OFFSET = BITS == 8 ? 128 : 0;  // bytes of 8 bits are multiplied with their signs
-  static constexpr bool TABLE = false, E4M3 = false, FLOATS = false;
+  static constexpr bool TABLE = false, E4M3 = false, FLOATS = false, CODES = false;
   static constexpr int8_t VALUES[16] = {};
 };
 
@@ -70,13 +71,23 @@ struct Nf4Levels : PlainLevels<4> {
   static constexpr bool FLOATS = true;
 };
 
+template <long BITS_> struct CodeLevels : PlainLevels<BITS_> {
+  static constexpr bool FLOATS = true, CODES = true;
+};
+
 template <class Kind>
-using Alike = std::conditional_t<Kind::FLOATS, Nf4Levels, 
+using Alike = std::conditional_t<Kind::CODES, CodeLevels<Kind::BITS>,
+              std::conditional_t<Kind::FLOATS, Nf4Levels,
               std::conditional_t<Kind::E4M3, E4m3Levels,
               std::conditional_t<!Kind::TABLE, PlainLevels<Kind::BITS>,
-              std::conditional_t<Kind::OFFSET == 128, IQ4_NL, MXFP4>>>>;
+              std::conditional_t<Kind::OFFSET == 128, IQ4_NL, MXFP4>>>>>;
 
 template <class Kind> constexpr int PARTS = Kind::GROUP < SECTION ? 2 : 1;  // groups of a section
+
+template <class Levels> inline Section<Levels> chunk_section(const LevelChunk& chunk, long index) {
+  if constexpr (Levels::CODES) return {chunk.sections[index], chunk.codebook};
+  else return {chunk.sections[index]};
+}
 
 // Where a panel's sections from `first` on lie, and their scales; `ZERO` is the level that stands for 0, unless the
 // kind has minima.
@@ -84,7 +95,8 @@ template <class Kind, int ZERO> void read_chunk(const uint8_t* panel, long first
   constexpr long GROUPS = Kind::INPUTS / Kind::GROUP;  // of a block
   for (long i = 0; i < count; i++) to.sections[i] = panel + section_at<Kind>(first + i);
   to.count = count, to.inputs = Kind::GROUP, to.groups = count * SECTION / Kind::GROUP;
-  const uint8_t* head = panel + first / SECTIONS<Kind> * PANEL_BLOCK<Kind>;
+  const uint8_t* head = panel + PANEL_START<Kind> + first / SECTIONS<Kind> * PANEL_BLOCK<Kind>;
+  for (int i = 0; Kind::CODES && i < 16; i++) to.codebook[i] = codebook_value(panel, i);
   for (long from = 0; from < to.groups; from += GROUPS, head += PANEL_BLOCK<Kind>)
     for (long at = 0; at < WIDTH; at += LANES)
       for (long g = 0; g < GROUPS; g++) {
@@ -357,7 +369,10 @@ __attribute__((always_inline)) inline void floats_step(F (&acc)[R][W], Section<L
     if (Floats::NIBBLES || !i) section.data = hidden(section.data);
     const PlaceMasks* masks = hidden(&Floats::MASKS);
     auto weights = [&](int j) {
-      return Floats::of(Floats::word(section, step, nibble, at + j * LANES), nibble, Floats::mask(masks, nibble));
+      if constexpr (Levels::CODES)
+        return section.value(step, i, at + j * LANES) * (float)(1 << place_of_level(false, nibble));
+      else
+        return Floats::of(Floats::word(section, step, nibble, at + j * LANES), nibble, Floats::mask(masks, nibble));
     };
     if constexpr (R == 1) {
       const F in = splat(x[0][i]);
@@ -398,7 +413,7 @@ __attribute__((always_inline)) inline void floats_columns(const LevelChunk& chun
       const long group = PARTS > 1 ? first * PARTS + part : whole;
       F acc[R][W] = {};
       for (long s = first; s < first + sections; s++) {
-        Section<Levels> section = {chunk.sections[s]};
+        Section<Levels> section = chunk_section<Levels>(chunk, s);
         const float* x[R];
         for (int r = 0; r < R; r++) x[r] = in.x + r * in.stride + s * SECTION + part * SECTION / PARTS;
 #pragma GCC unroll 1

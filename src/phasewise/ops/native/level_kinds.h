@@ -166,6 +166,7 @@ template <class S, long BITS_, long GROUP_, long INPUTS_> struct KindOf {
   static constexpr bool TABLE = false;  // whether values stand in one
   static constexpr bool E4M3 = false;   // whether levels are floats of 8 bits
   static constexpr bool FLOATS = false;  // whether values are no whole numbers, but stand in a table in bfloat16
+  static constexpr bool CODES = false;   // whether that table is a panel's own: a codebook (level_codes.h)
   static constexpr uint16_t BFLOATS[16] = {};
   static constexpr int8_t VALUES[16] = {};
 };
@@ -300,17 +301,25 @@ template <class Kind> constexpr long SECTION_BYTES = SECTION * Kind::BITS / 8 * 
 template <class Kind> constexpr long SECTIONS = Kind::INPUTS / SECTION;  // of a block
 template <class Kind> constexpr long PANEL_BLOCK = Kind::BYTES * WIDTH;  // bytes of a block of all outputs of a panel
 
-template <class Kind> inline long level_panel_bytes(long inputs) { return inputs / Kind::INPUTS * PANEL_BLOCK<Kind>; }
+// A panel of codes begins with its codebook, and so does each of the rows that are packed.
+constexpr long CODEBOOK = 32;  // values of a panel's, in bfloat16
+template <class Kind> constexpr long PANEL_START = Kind::CODES ? CODEBOOK * 2 : 0;
+template <class Kind> constexpr long ROW_START = Kind::CODES ? 2 << Kind::BITS : 0;
+
+template <class Kind> inline long level_panel_bytes(long inputs) {
+  return PANEL_START<Kind> + inputs / Kind::INPUTS * PANEL_BLOCK<Kind>;
+}
 
 // Where in a panel a section begins, counted from its first.
 template <class Kind> inline long section_at(long section) {
-  return section / SECTIONS<Kind> * PANEL_BLOCK<Kind> + HEAD<Kind> + section % SECTIONS<Kind> * SECTION_BYTES<Kind>;
+  const long block = PANEL_START<Kind> + section / SECTIONS<Kind> * PANEL_BLOCK<Kind>;
+  return block + HEAD<Kind> + section % SECTIONS<Kind> * SECTION_BYTES<Kind>;
 }
 
 // d and m of a group of inputs, for the LANES outputs from `at` on.
 template <class Kind> inline void panel_scales(const uint8_t* panel, long group, long at, F& d, F& m) {
   constexpr long GROUPS = Kind::INPUTS / Kind::GROUP;  // of a block
-  Kind::Scales::get(panel + group / GROUPS * PANEL_BLOCK<Kind>, group % GROUPS, at, d, m);
+  Kind::Scales::get(panel + PANEL_START<Kind> + group / GROUPS * PANEL_BLOCK<Kind>, group % GROUPS, at, d, m);
 }
 
 // The bit of a word of high bits where those of a level begin. Levels have one of them, or two; a word of 5-bit levels
@@ -415,7 +424,7 @@ inline I pairs_of_e4m3(I halves) {
 #endif
 
 // What a section of a panel holds for the LANES outputs from `at` on. Steps, words and pairs count within it.
-template <class Kind> struct Section {
+template <class Kind, bool CODES = Kind::CODES> struct Section {
   const uint8_t* data;
 
   I words(long index, long at) const {
@@ -518,3 +527,11 @@ template <class Kind> struct Section {
     return bytes;
   }
 };
+
+#include "level_codes.h"
+
+// Section `index` of a panel.
+template <class Kind> inline Section<Kind> section_of(const uint8_t* panel, long index) {
+  if constexpr (Kind::CODES) return {panel + section_at<Kind>(index), (const typename Section<Kind>::Value*)panel};
+  else return {panel + section_at<Kind>(index)};
+}

@@ -13,7 +13,7 @@
 template <class Kind> struct Packed {
   const uint8_t* panel;
 
-  Section<Kind> section(long index) const { return {panel + section_at<Kind>(index)}; }
+  Section<Kind> section(long index) const { return section_of<Kind>(panel, index); }
 
   void scales(long group, long at, F& d, F& m) const {
     panel_scales<Kind>(panel, group, at, d, m);
@@ -55,6 +55,7 @@ template <long WORDS, bool MINIMA> struct Unpacked {
 template <long GROUP_, int OFFSET_, bool MINIMA_> struct Operands {
   static constexpr long GROUP = GROUP_, BITS = 8;
   static constexpr int OFFSET = OFFSET_;
+  static constexpr bool CODES = false;
   struct Scales {
     static constexpr bool MINIMA = MINIMA_;
   };
@@ -143,7 +144,7 @@ template <class Kind_> struct ByBfloats {
   typedef F Acc;
   static constexpr long WORDS = SECTION / 2;
   static constexpr int MOST_ROWS_AT_ONCE = LANES == 16 ? 6 : 4;
-  static constexpr bool EASY = LANES == 16 && Kind::BITS == 4;
+  static constexpr bool EASY = LANES == 16 && Kind::BITS <= 4;
   static constexpr long CHUNK_SECTIONS = 4;  // of 4 KB each
 
   static F begin(const Inputs&, long, long, int) { return F{}; }

@@ -16,7 +16,10 @@ template <class Kind> void pack_block(const uint8_t* block, uint8_t* to, long ou
   Kind::levels(block, levels);
   Kind::Scales::put(block, to, output);
   for (long i = 0; i < SECTIONS<Kind>; i++)
-    put_section<Kind>(levels + i * SECTION, to + HEAD<Kind> + i * SECTION_BYTES<Kind>, output);
+    if constexpr (Kind::CODES)
+      put_codes<Kind>(levels + i * SECTION, to + HEAD<Kind> + i * SECTION_BYTES<Kind>, output);
+    else
+      put_section<Kind>(levels + i * SECTION, to + HEAD<Kind> + i * SECTION_BYTES<Kind>, output);
 }
 
 // Rows of blocks, so many bytes apart; the outputs that fill up the last panel are nought.
@@ -28,11 +31,22 @@ template <class Kind> void pack_blocks(const Rows& blocks, const WeightsPart& to
       const long left = to.outputs - p * WIDTH, some = left < WIDTH ? left : WIDTH;
       if (some < WIDTH) memset(panel, 0, panel_size);
       const uint8_t* raw = (const uint8_t*)blocks.data + p * WIDTH * blocks.stride;
+      if constexpr (Kind::CODES) put_codebook<Kind>(raw, panel);
+      uint8_t* first = panel + PANEL_START<Kind>;
+      raw += ROW_START<Kind>;
       for (long b = 0; b < count; b++)
         for (long o = 0; o < some; o++)
-          pack_block<Kind>(raw + o * blocks.stride + b * Kind::BYTES, panel + b * PANEL_BLOCK<Kind>, o);
+          pack_block<Kind>(raw + o * blocks.stride + b * Kind::BYTES, first + b * PANEL_BLOCK<Kind>, o);
     }
   });
+}
+
+// What the level of an input of a section is worth.
+template <class Kind> float value_at(const uint8_t* panel, const uint8_t* section, long output, long input) {
+  if constexpr (Kind::CODES) return codebook_value(panel, code_at<Kind>(section, output, input));
+  const int level = level_at<Kind>(section, output, input);
+  if constexpr (Kind::E4M3) return from_e4m3(level);
+  return Kind::FLOATS ? widen((bf16)Kind::BFLOATS[level & 15]) : (float)value_of<Kind>(level);
 }
 
 template <class Kind> void unpack_row(const WeightsPart& part, long inputs, long which, bf16* out) {
@@ -43,10 +57,7 @@ template <class Kind> void unpack_row(const WeightsPart& part, long inputs, long
     panel_scales<Kind>(panel, from / Kind::GROUP, at, d, m);
     for (long i = 0; i < Kind::GROUP; i++) {
       const uint8_t* section = panel + section_at<Kind>((from + i) / SECTION);
-      const int level = level_at<Kind>(section, output, (from + i) % SECTION);
-      const float value = Kind::E4M3     ? from_e4m3(level)
-                          : Kind::FLOATS ? widen((bf16)Kind::BFLOATS[level & 15])
-                                         : (float)value_of<Kind>(level);
+      const float value = value_at<Kind>(panel, section, output, (from + i) % SECTION);
       const float found = value * d[output - at] + m[output - at];  // the product is exact, or m nought
       out[i] = narrow(part.whole ? found * (float)part.whole : found);
     }
@@ -104,4 +115,6 @@ const Form LEVEL_FORMS[] = {  // in the order of KINDS in ops/native/levels.py
     BOTH(Int4<32, false>), BOTH(Int4<64, false>), BOTH(Int4<128, false>),
     BOTH(Int4<32, true>),  BOTH(Int4<64, true>),  BOTH(Int4<128, true>),
     BOTH(Fp8<32>),         BOTH(Fp8<128>),        BOTH(NF4),
+    BOTH(Codes<4, 128>),   BOTH(Codes<3, 128>),   BOTH(Codes<2, 128>),
+    BOTH(Codes<4, 64>),    BOTH(Codes<3, 64>),    BOTH(Codes<2, 64>),
 };

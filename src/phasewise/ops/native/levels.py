@@ -26,18 +26,26 @@ class BlockRows(Protocol):
 
 class LevelKind(NamedTuple):
     """`inputs` of an output lie in a block of `size` bytes. Rows in int8 have a scale for every `group` inputs; not
-    `whole`: levels are no whole numbers, and rows stay in bfloat16."""
+    `whole`: levels are no whole numbers, and rows stay in bfloat16. `codebook`: a row of blocks begins with so many
+    values in bfloat16, which all rows of a panel have in common."""
 
     inputs: int
     size: int
     group: int = 32
     whole: bool = True
+    codebook: int = 0
+
+    @property
+    def start(self) -> int:
+        """Bytes of a row before its first block."""
+        return 2 * self.codebook
 
 
 # In the order of levels.cpp. INT4 is what AWQ, GPTQ and compressed-tensors are brought into: float16 d, with ZEROS a
 # byte for the level that stands for 0 (else it is 8), and bytes of two inputs each, the earlier in the low nibble.
 # E4M3 is what checkpoints in FP8 are brought into: float32 d, and a float of 8 bits (e4m3fn) for each input.
 # NF4 is what bitsandbytes' is brought into: float16 d, and bytes of two inputs each, the earlier in the low nibble.
+# CODES are learned codebooks (`model/codebook.py`): float16 d, and levels as a stream of bits, the first in the lowest.
 KINDS = {
     "Q4_0": LevelKind(32, 18),
     "Q4_1": LevelKind(32, 20),
@@ -59,7 +67,9 @@ KINDS = {
     "E4M3_32": LevelKind(32, 36, whole=False),
     "E4M3_128": LevelKind(128, 132, 128, whole=False),
     "NF4": LevelKind(64, 34, 64, whole=False),
-}
+    **{f"CODES_{bits}_{inputs}": LevelKind(inputs, inputs * bits // 8 + 2, inputs, whole=False, codebook=1 << bits)
+       for inputs in (128, 64) for bits in (4, 3, 2)},
+}  # fmt: skip
 
 # What NF4's levels are worth (arXiv 2305.14314), as bitsandbytes publishes them; kernels take the nearest bfloat16.
 NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,

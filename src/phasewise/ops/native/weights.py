@@ -87,27 +87,40 @@ def pack_blocks(
 ) -> PackedPart:  # fmt: skip
     """Packs a weight that is blocks, uint8 [out, bytes of a row], in one of `levels.FORMS`, slice by slice of its rows.
 
-    Rows must be of whole blocks, and may lie any number of bytes apart. Row i of the weight is row `order[i]` of the
-    blocks, or i. `done` is told that the rows from one of the weight's on up to another have been packed. `whole`: a
-    finite number but 0 that the blocks are to be multiplied with.
+    Rows must be of whole blocks, behind a codebook where the kind has one, and may lie any number of bytes apart. Row i
+    of the weight is row `order[i]` of the blocks, or i. `done` is told that the rows from one of the weight's on up to
+    another have been packed. `whole`: a finite number but 0 that the blocks are to be multiplied with.
+
+    Raises ValueError if 64 consecutive rows, which make a panel, have unlike codebooks.
     """
     kernels, threads, kind = library(), torch.get_num_threads(), levels.KINDS[form.partition("/")[0]]
     assert kernels is not None
     outputs, row = blocks.shape
-    assert row % kind.size == 0, f"rows of {row} bytes are not whole blocks of {kind.size}"
-    inputs = row // kind.size * kind.inputs
-    panels = room(-(-outputs // WIDTH) * WIDTH * row)
+    assert (row - kind.start) % kind.size == 0, f"rows of {row} bytes are not whole blocks of {kind.size}"
+    inputs, count = (row - kind.start) // kind.size * kind.inputs, -(-outputs // WIDTH)
+    panel = kernels.panel_bytes(FORMS.index(form), inputs)
+    panels = room(count * panel)
     step = max(SLICE // row // WIDTH, 1) * WIDTH
     for start in range(0, outputs, step):
         end = min(start + step, outputs)
         some = blocks[start:end] if order is None else blocks[order[start:end]]
         assert some.dtype == np.uint8 and some.strides[1] == 1
+        if kind.codebook:
+            _require_one_codebook(some[:, : kind.start], start)
         source = RowsStruct(data=some, stride=some.strides[0], kind=KIND[torch.uint8])
-        target = _struct(form, panels.data_ptr() + start * row, None, end - start)
+        target = _struct(form, panels.data_ptr() + start // WIDTH * panel, None, end - start)
         kernels.linear_pack(source.address, target.address, inputs, threads)
         if done is not None:
             done(start, end)
-    return PackedPart(form, outputs, inputs, panels, None, outputs * row, whole)
+    nbytes = outputs * (row - kind.start) + count * kind.start
+    return PackedPart(form, outputs, inputs, panels, None, nbytes, whole)
+
+
+def _require_one_codebook(starts: NDArray[np.uint8], first: int) -> None:
+    """Raise ValueError unless all rows of each panel have the same bytes, uint8 [rows, n]; the first is row `first`."""
+    for at in range(0, len(starts), WIDTH):
+        if (starts[at : at + WIDTH] != starts[at]).any():
+            raise ValueError(f"rows {first + at} to {first + at + WIDTH - 1} make a panel and have unlike codebooks")
 
 
 def _struct(
