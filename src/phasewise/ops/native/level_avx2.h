@@ -71,10 +71,11 @@ struct Nf4Levels : PlainLevels<4> {
 };
 
 template <class Kind>
-using Alike = std::conditional_t<Kind::FLOATS, Nf4Levels, 
+using Alike = std::conditional_t<Kind::SPARSE, Kind,
+              std::conditional_t<Kind::FLOATS, Nf4Levels,
               std::conditional_t<Kind::E4M3, E4m3Levels,
               std::conditional_t<!Kind::TABLE, PlainLevels<Kind::BITS>,
-              std::conditional_t<Kind::OFFSET == 128, IQ4_NL, MXFP4>>>>;
+              std::conditional_t<Kind::OFFSET == 128, IQ4_NL, MXFP4>>>>>;
 
 template <class Kind> constexpr int PARTS = Kind::GROUP < SECTION ? 2 : 1;  // groups of a section
 
@@ -355,7 +356,7 @@ __attribute__((always_inline)) inline void floats_step(F (&acc)[R][W], Section<L
   for (int i = 0; i < STEP; i++) {
     const int nibble = nibble_of(i);
     if (Floats::NIBBLES || !i) section.data = hidden(section.data);
-    const PlaceMasks* masks = hidden(&Floats::MASKS);
+    const auto* masks = hidden(&Floats::MASKS);
     auto weights = [&](int j) {
       return Floats::of(Floats::word(section, step, nibble, at + j * LANES), nibble, Floats::mask(masks, nibble));
     };

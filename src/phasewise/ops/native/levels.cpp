@@ -1,5 +1,6 @@
 // Linear layers of weights of few bits: panels made of a file's blocks, and their forms.
 #include "level_inputs.h"
+#include "level_sparse.h"
 #if LANES == 8
 #include "level_avx2.h"
 #elif MATRIX_UNIT
@@ -12,11 +13,27 @@ namespace {
 
 // A block of an output of the weight, as it lies in the file, into its panel.
 template <class Kind> void pack_block(const uint8_t* block, uint8_t* to, long output) {
-  uint8_t levels[Kind::INPUTS];
-  Kind::levels(block, levels);
-  Kind::Scales::put(block, to, output);
-  for (long i = 0; i < SECTIONS<Kind>; i++)
-    put_section<Kind>(levels + i * SECTION, to + HEAD<Kind> + i * SECTION_BYTES<Kind>, output);
+  if constexpr (Kind::SPARSE) {
+    put_sparse<Kind>(block, to, output);
+  } else {
+    uint8_t levels[Kind::INPUTS];
+    Kind::levels(block, levels);
+    Kind::Scales::put(block, to, output);
+    for (long i = 0; i < SECTIONS<Kind>; i++)
+      put_section<Kind>(levels + i * SECTION, to + HEAD<Kind> + i * SECTION_BYTES<Kind>, output);
+  }
+}
+
+// What an input's level of an output is worth, without the scales of its group.
+template <class Kind> float value_at(const uint8_t* section, long output, long input) {
+  if constexpr (Kind::SPARSE) {
+    return sparse_at<Kind>(section, output, input);
+  } else {
+    const int level = level_at<Kind>(section, output, input);
+    return Kind::E4M3     ? from_e4m3(level)
+           : Kind::FLOATS ? widen((bf16)Kind::BFLOATS[level & 15])
+                          : (float)value_of<Kind>(level);
+  }
 }
 
 // Rows of blocks, so many bytes apart; the outputs that fill up the last panel are nought.
@@ -43,10 +60,7 @@ template <class Kind> void unpack_row(const WeightsPart& part, long inputs, long
     panel_scales<Kind>(panel, from / Kind::GROUP, at, d, m);
     for (long i = 0; i < Kind::GROUP; i++) {
       const uint8_t* section = panel + section_at<Kind>((from + i) / SECTION);
-      const int level = level_at<Kind>(section, output, (from + i) % SECTION);
-      const float value = Kind::E4M3     ? from_e4m3(level)
-                          : Kind::FLOATS ? widen((bf16)Kind::BFLOATS[level & 15])
-                                         : (float)value_of<Kind>(level);
+      const float value = value_at<Kind>(section, output, (from + i) % SECTION);
       const float found = value * d[output - at] + m[output - at];  // the product is exact, or m nought
       out[i] = narrow(part.whole ? found * (float)part.whole : found);
     }
@@ -104,4 +118,5 @@ const Form LEVEL_FORMS[] = {  // in the order of KINDS in ops/native/levels.py
     BOTH(Int4<32, false>), BOTH(Int4<64, false>), BOTH(Int4<128, false>),
     BOTH(Int4<32, true>),  BOTH(Int4<64, true>),  BOTH(Int4<128, true>),
     BOTH(Fp8<32>),         BOTH(Fp8<128>),        BOTH(NF4),
+    BOTH(Sparse<2, 4>),    BOTH(Sparse<1, 4>),    BOTH(Sparse<1, 8>),
 };
