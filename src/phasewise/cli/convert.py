@@ -11,6 +11,7 @@ import typer
 from phasewise.errors import UserError
 
 if TYPE_CHECKING:
+    from phasewise.model.nm import NMPattern
     from phasewise.train.few_bits import LinearError
     from phasewise.train.lq_job import Converted
 
@@ -104,7 +105,7 @@ def weights(
         typer.Option(
             metavar="FORM",
             help="int4 or int8, and its knobs: group=32|64|128.., zeros=true, calibrate=rtn|gptq|awq, act_order=true. "
-            "Or lq: rank=8, bits=5, fisher=true, finetune=STEPS.",
+            "Or lq: rank=8, bits=5, fisher=true, finetune=STEPS. Or nm: pattern=2:4|1:4|1:8.",
         ),
     ] = "int4:group=64",
     tokens: Annotated[
@@ -131,6 +132,9 @@ def weights(
     lq is LQ-LoRA (arXiv 2311.12023): few bits, of a kind for each layer, and a low-rank pair beside them, bits=5 a
     weight together. Errors are weighed by squared gradients (fisher=true), and pairs learn for finetune=24 steps.
 
+    nm keeps the N largest of every M weights: 2:4 in 9 bits a weight, 1:4 in 4.5, 1:8 in 2.5. What that loses,
+    `phasewise train sparsify` learns again.
+
     A conversion that was cut short leaves OUT.parts, from which --resume goes on to the same bits.
 
     [bold]Examples[/]
@@ -141,9 +145,14 @@ def weights(
       phasewise serve --model runs/pocket-int4
     """
     from phasewise.model.lq import parse_lq
+    from phasewise.model.nm import parse_nm
 
-    low_rank = parse_lq(weights)
-    if low_rank is None:
+    low_rank, pattern = parse_lq(weights), parse_nm(weights)
+    if pattern is not None:
+        if resume or text is not None:
+            raise UserError(f"--weights {weights} reads no text and is done at once: leave --resume and --text out")
+        _prune(model, out, pattern)
+    elif low_rank is None:
         _round(model, out, weights, tokens, text, seed, resume)
     else:
         from phasewise.cli.progress import counting
@@ -167,6 +176,15 @@ def _round(model: str, out: Path, weights: str, tokens: int, text: Path | None, 
     if how.calibrate == "rtn" and text is not None:
         raise UserError(f"--text {text} is for calibrate=gptq or awq: add one of them to --weights, or leave it out")
     _tell_errors(make(FewBitsJob(model, out, form, how, tokens, text, seed, resume), counting))
+
+
+def _prune(model: str, out: Path, pattern: NMPattern) -> None:
+    """The largest weights alone."""
+    from phasewise.cli.progress import counting
+    from phasewise.train.prune import PruneJob, prune
+
+    _tell_errors(prune(PruneJob(model, out, pattern), counting))
+    print(f"\n{pattern} in {pattern.bits:g} bits a weight")
 
 
 def _tell_result(model: str, out: Path, windows: int, seed: int) -> None:

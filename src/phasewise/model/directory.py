@@ -11,7 +11,8 @@ from tokenizers import Tokenizer as Backend
 from phasewise.errors import UserError
 from phasewise.model import generation
 from phasewise.model.lq import LowRankQuantised
-from phasewise.model.quantisation import LQ, quantisation
+from phasewise.model.nm import NMSparse
+from phasewise.model.quantisation import LQ, NM, quantisation
 from phasewise.model.quantised import Quantised
 from phasewise.model.quantised_tables import LAYOUTS, TableQuantised
 from phasewise.model.raw import RawConfig, read_json
@@ -58,6 +59,8 @@ class Directory:
             return Checkpoint(self.path)
         if said.layout == LQ:
             return LowRankQuantised(Checkpoint(self.path), raw)
+        if said.layout == NM:
+            return NMSparse(Checkpoint(self.path), raw)
         return (TableQuantised if said.layout in LAYOUTS else Quantised)(Checkpoint(self.path), said)
 
     def tokenizer(self) -> Backend:

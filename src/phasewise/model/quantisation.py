@@ -14,10 +14,11 @@ from phasewise.model.raw import RawConfig
 
 KEY, MLX = "quantization_config", "quantization"  # MLX writes one of them, or both
 LQ = "lq"  # phasewise's own, of which `lq.py` reads the rest
+NM = "nm"  # phasewise's own, of which `nm.py` reads the rest
 PACKED_BYTES = "pack-quantized, 8 bits"
 READ = ("gptq (4 bits), awq (4 bits, gemm), fp8, compressed-tensors (pack-quantized of 4 or 8 bits, int-quantized of "
         "8, float-quantized of 8, nvfp4- and mxfp4-pack-quantized), bitsandbytes (4 bits), MLX's (4 bits), phasewise's "
-        "lq")  # fmt: skip
+        "lq and nm")  # fmt: skip
 Group = tuple[int | None, int | None]  # outputs and inputs that share a scale; None: all
 
 
@@ -149,8 +150,12 @@ def _lq(_: RawConfig) -> Quantisation:
     return Quantisation(LQ, (), False)  # layers say their own kinds
 
 
+def _nm(_: RawConfig) -> Quantisation:
+    return Quantisation(NM, (), False)  # matrices are sparse, not quantised
+
+
 METHODS = {"gptq": _gptq, "awq": _awq, "fp8": _fp8, "compressed-tensors": _compressed,
-           "bitsandbytes": _bitsandbytes, "mlx": _mlx, LQ: _lq}  # fmt: skip
+           "bitsandbytes": _bitsandbytes, "mlx": _mlx, LQ: _lq, NM: _nm}  # fmt: skip
 
 
 def _require(said: RawConfig, key: str, value: Any, known: tuple[Any, ...]) -> None:

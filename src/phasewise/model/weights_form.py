@@ -13,7 +13,7 @@ from phasewise.errors import UserError, near
 from phasewise.spelling import Spelled, parse_value, read
 
 BITS = {"int4": 4, "int8": 8}
-MADE_ONCE = ("lq",)  # forms that only `phasewise convert weights` makes (`lq.py`)
+MADE_ONCE = ("lq", "nm")  # forms that only `phasewise convert weights` makes (`lq.py`, `nm.py`)
 SHORTEST = 32  # inputs of a group: kernels have no block of fewer
 
 
