@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 Bytes = NDArray[np.uint8]
 COMPRESSED, BITMASK = "_compressed", "_bitmask"
 OUTPUTS = 256  # of which blocks are made at a time
+TWO, FOUR, SIX = map(np.uint8, (2, 4, 6))
 
 
 # ---- what is asked for
@@ -180,9 +181,9 @@ class NMMatrix:
         groups = self.mask(rows).view(rows.stop - rows.start, -1, self.pattern.m)
         places: Bytes = groups.to(torch.uint8).argmax(-1).to(torch.uint8).numpy()
         if self.pattern.m == 8:
-            codes: Bytes = places[:, ::2] | places[:, 1::2] << 4
+            codes: Bytes = places[:, ::2] | places[:, 1::2] << FOUR
         else:
-            codes = places[:, ::4] | places[:, 1::4] << 2 | places[:, 2::4] << 4 | places[:, 3::4] << 6
+            codes = places[:, ::4] | places[:, 1::4] << TWO | places[:, 2::4] << FOUR | places[:, 3::4] << SIX
         return codes
 
 
