@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,6 +47,13 @@ def whole(config: Any, path: Path) -> None:
     """A random model with a tokenizer."""
     save_random(config, path)
     write_tokenizer(path)
+
+
+def write_sparse(name: str, path: Path, pattern: str) -> None:
+    """A random model's matrices as sparse ones, in the place of what is at `path`."""
+    with tempfile.TemporaryDirectory() as room:
+        whole(MODELS[name](), Path(room))
+        prune(PruneJob(room, path, PATTERNS[pattern]), silent)
 
 
 def write(name: str, path: Path, pattern: str = "2:4") -> Path:

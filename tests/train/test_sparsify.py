@@ -168,7 +168,9 @@ def dies_in(step: int) -> Callable[..., None]:
     return fitted
 
 
-@pytest.mark.parametrize(("recipe", "step"), [("decay", 3), ("decay", 7), ("sr-ste", 4), ("magnitude", 5)])
+@pytest.mark.parametrize(
+    ("recipe", "step"), [("decay", 3), ("decay", 6), ("decay", 7), ("sr-ste", 4), ("magnitude", 5)]
+)
 def test_a_run_that_is_cut_short_goes_on_to_the_same_bits(
     recipe: Recipe, step: int, base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
