@@ -66,6 +66,7 @@ class SparsifyJob:
     rate: float = RATE
     seed: int = 0
     resume: bool = False
+    by_chance: bool = False  # masks are drawn by chance and stay, for comparison
 
     @property
     def steps(self) -> int:
@@ -135,6 +136,14 @@ def sparse_layers(model: DenseDecoder, pattern: NMPattern, recipe: Recipe) -> di
     return found
 
 
+def draw_masks(layers: Sequence[NMLinear], seed: int) -> None:
+    """Gives layers whose masks stay some that are drawn by chance."""
+    draw = torch.Generator().manual_seed(seed)
+    for each in layers:
+        assert each.recipe == "magnitude", "others choose their masks"
+        each.mask.copy_(largest(torch.rand(each.mask.shape, generator=draw), each.pattern))
+
+
 # ---- training
 def start(job: SparsifyJob, model: DenseDecoder) -> TrainingRun[DenseDecoder]:
     """A fresh run over all parameters of a model."""
@@ -170,10 +179,12 @@ def train(job: SparsifyJob) -> Path:
     torch.manual_seed(job.seed)
     model = dense.load(files.path)
     layers = sparse_layers(model, job.pattern, job.recipe)
+    if job.by_chance:
+        draw_masks(list(layers.values()), job.seed)
     run = start(job, model)
     run.settings = {"model": fingerprint(config, files.tensors()), "pattern": str(job.pattern), "recipe": job.recipe,
                     "tokens": job.tokens, "dense": job.dense, "sparse": job.sparse, "rate": job.rate,
-                    "seed": job.seed}  # fmt: skip
+                    "seed": job.seed, "by_chance": job.by_chance}  # fmt: skip
     if job.resume:
         run.read(job.out / "checkpoint.pt")
         for each in layers.values():
