@@ -70,8 +70,8 @@ def grows(lab: Lab) -> AttemptOutcome:
 SYSTEM = System(
     title="N:M sparsity by mask decay",
     paper=Paper("Progressive Gradient Flow for Robust N:M Sparsity Training in Transformers", "2402.04744"),
-    claim="weights that are pruned fade out while a transformer learns (mask decay), which keeps gradients clean: at over "
-    "80 % sparsity up to 2 % better in vision and 5 % in language than SR-STE, which cuts them off at once.",
+    claim="weights that are pruned fade out while a transformer learns (mask decay), which keeps gradients clean: at "
+    "over 80 % sparsity up to 2 % better in vision and 5 % in language than SR-STE, which cuts them off at once.",
     conditions=("ViT, SwinV2, T5X and a translation model, trained from scratch", "1:4 to 1:32, of feed-forward layers "
                 "and others", "dense steps first, then decay, then sparse ones", "GLUE, BLEU, ImageNet"),
     method=ON,
