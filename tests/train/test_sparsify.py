@@ -83,7 +83,7 @@ def test_what_only_kept_weights_learn() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_masks_are_chosen_anew_where_weights_may_come_back(recipe: Recipe) -> None:
-    """In the steps before those that are sparse to the end; then they stay, but for SR-STE."""
+    """In every step that is not dense, but for `magnitude`."""
     layer = NMLinear(torch.nn.Linear(16, 6, bias=False), HALF, recipe)
     first = layer.mask.clone()
 
@@ -93,12 +93,10 @@ def test_masks_are_chosen_anew_where_weights_may_come_back(recipe: Recipe) -> No
         layer.enter(share if recipe == "decay" else 0.0)
         return largest(layer.weight, HALF)
 
-    now = after(0.5)
-    assert torch.equal(layer.mask, first if recipe == "magnitude" else now)
-    now = after(0.0)
-    assert torch.equal(layer.mask, first if recipe == "magnitude" else now)
-    later, stays = after(0.0), now if recipe == "decay" else first
-    assert torch.equal(layer.mask, later if recipe == "sr-ste" else stays)
+    for share in (0.5, 0.0, 0.0):
+        now = after(share)
+        assert not torch.equal(now, first)
+        assert torch.equal(layer.mask, first if recipe == "magnitude" else now)
 
 
 def test_shares_fall_from_one_to_nothing(tmp_path: Path) -> None:
@@ -106,6 +104,9 @@ def test_shares_fall_from_one_to_nothing(tmp_path: Path) -> None:
     assert shares[:3] == [1, 1, 1] and shares[14:] == [0] * 6
     assert all(later < before for before, later in pairwise(shares[2:15]))
     assert {job("", tmp_path, 20, recipe="sr-ste").share(step) for step in range(20)} == {0}
+    bent = [job("", tmp_path, 20, dense=0.1, sparse=0.3, fade="exponential").share(step) for step in range(20)]
+    assert bent[:3] == [1, 1, 1] and bent[14:] == [0] * 6 and 0 < bent[13] < 0.02
+    assert all(its < other for its, other in zip(bent[3:14], shares[3:14], strict=True))
 
 
 # ---- steps

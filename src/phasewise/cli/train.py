@@ -112,6 +112,9 @@ class Fading:
     sparse: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Share of the steps, at last, in which the others are 0 (decay).")
     ] = 0.3
+    fade: Annotated[Literal["linear", "exponential"], typer.Option(help="How weights fade in between (decay).")] = (
+        "linear"
+    )
     rate: Annotated[float, typer.Option(min=1e-8, help="Learning rate.")] = 1e-3
 
 
@@ -330,7 +333,7 @@ def sparsify(
 
         made = train_sparse(
             SparsifyJob(taught.model, out, wanted, recipe, taught.tokens or TOKENS, fading.dense, fading.sparse,
-                        fading.rate, taught.seed, taught.resume)
+                        fading.fade, fading.rate, taught.seed, taught.resume)
         )  # fmt: skip
     print(f"{made}\nUse it with --model {made}")
 

@@ -4,9 +4,9 @@ Three recipes, whose steps, data and rates are alike:
 
     decay      weights outside the mask are multiplied with d, which falls from 1 to 0 (arXiv 2402.04744): first steps
                are dense ones (d = 1), last ones sparse (d = 0). The mask is of the largest weights, anew each step, and
-               the gradient passes as if d were 1, so that what is outside may come back. In sparse steps the mask stays
-    sr-ste     d = 0 from the first step on; the gradient passes likewise, and outside the mask 0.0002 w is added to it
-               (arXiv 2102.04010)
+               the gradient passes as if d were 1, so that what is outside may come back
+    sr-ste     d = 0 from the first step on; mask and gradient likewise, and outside the mask 0.0002 w is added to the
+               gradient (arXiv 2102.04010)
     magnitude  the mask of the first step stays, and only what is inside learns
 
 Embeddings, the head and norms stay dense, and learn as well.
@@ -14,6 +14,7 @@ Embeddings, the head and norms stay dense, and learn as well.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,12 +41,14 @@ from phasewise.train.prune import write
 from phasewise.train.trainer import StepLoss, TrainingRecipe, TrainingRun, fit, weighed
 
 Recipe = Literal["decay", "sr-ste", "magnitude"]
+Fade = Literal["linear", "exponential"]
 RECIPES: tuple[Recipe, ...] = ("decay", "sr-ste", "magnitude")
 TOKENS = 600_000
 STAGES = (Stage(1.0, 512, 2048, code=0.5, long=0.25, copies=0.15),)
 STEP_TOKENS = STAGES[0].step_tokens
 DECAY = ((0.2, 1.0), (1.0, 0.02))  # of the rate
 RATE, WARMUP = 1e-3, 20
+STEEP = 5.0  # d falls to e^-STEEP in the exponential, before it is 0
 SR_STE = 2e-4  # what is outside the mask shrinks by so much of it, in the gradient
 
 
@@ -53,7 +56,8 @@ SR_STE = 2e-4  # what is outside the mask shrinks by so much of it, in the gradi
 class SparsifyJob:
     """One run. `out` gets checkpoint.pt, losses.csv, curve.png, and the checkpoint `model`/ at the end.
 
-    `dense` and `sparse`: shares of the steps, at the beginning and at the end, in which d is 1 and 0 (decay).
+    `dense` and `sparse`: shares of the steps, at the beginning and at the end, in which d is 1 and 0 (decay); `fade`:
+    how it falls in between.
     """
 
     model: str  # a name or directory
@@ -63,6 +67,7 @@ class SparsifyJob:
     tokens: int = TOKENS
     dense: float = 0.1
     sparse: float = 0.3
+    fade: Fade = "linear"
     rate: float = RATE
     seed: int = 0
     resume: bool = False
@@ -77,7 +82,8 @@ class SparsifyJob:
         if self.recipe != "decay":
             return 0.0
         begin, end = round(self.dense * self.steps), self.steps - round(self.sparse * self.steps)
-        return min(1.0, max(0.0, (end - step) / max(end - begin, 1)))
+        left = min(1.0, max(0.0, (end - step) / max(end - begin, 1)))
+        return math.exp(STEEP * (left - 1)) if left > 0 and self.fade == "exponential" else left
 
 
 # ---- layers
@@ -113,15 +119,15 @@ class NMLinear(nn.Linear):
 
     def enter(self, share: float) -> None:
         """A step with this d begins: where weights outside the mask may come back, it is of the largest weights now."""
-        if share < 1 and (self.recipe == "sr-ste" or share > 0 or self.share > 0):
+        if share < 1 and self.recipe != "magnitude":
             self.mask.copy_(largest(self.weight, self.pattern))
         self.share = share
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.recipe == "sr-ste" or self.share > 0:
-            pull = SR_STE if self.recipe == "sr-ste" else 0.0
-            return F.linear(input, Masked.apply(self.weight, self.mask, self.share, pull))  # type: ignore[no-untyped-call]
-        return F.linear(input, self.weight.masked_fill(~self.mask, 0.0))
+        if self.recipe == "magnitude":
+            return F.linear(input, self.weight.masked_fill(~self.mask, 0.0))
+        pull = SR_STE if self.recipe == "sr-ste" else 0.0
+        return F.linear(input, Masked.apply(self.weight, self.mask, self.share, pull))  # type: ignore[no-untyped-call]
 
 
 def sparse_layers(model: DenseDecoder, pattern: NMPattern, recipe: Recipe) -> dict[str, NMLinear]:
@@ -183,12 +189,10 @@ def train(job: SparsifyJob) -> Path:
         draw_masks(list(layers.values()), job.seed)
     run = start(job, model)
     run.settings = {"model": fingerprint(config, files.tensors()), "pattern": str(job.pattern), "recipe": job.recipe,
-                    "tokens": job.tokens, "dense": job.dense, "sparse": job.sparse, "rate": job.rate,
-                    "seed": job.seed, "by_chance": job.by_chance}  # fmt: skip
+                    "tokens": job.tokens, "dense": job.dense, "sparse": job.sparse, "fade": job.fade,
+                    "rate": job.rate, "seed": job.seed, "by_chance": job.by_chance}  # fmt: skip
     if job.resume:
         run.read(job.out / "checkpoint.pt")
-        for each in layers.values():
-            each.share = job.share(run.step - 1)
     recipe = TrainingRecipe(job.tokens, STAGES, warmup_steps=WARMUP, decay=DECAY)
     data, every = of_model(files, config.eos, job.seed), list(layers.values())
     try:
