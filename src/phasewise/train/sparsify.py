@@ -65,9 +65,9 @@ class SparsifyJob:
     pattern: NMPattern
     recipe: Recipe = "decay"
     tokens: int = TOKENS
-    dense: float = 0.1
-    sparse: float = 0.3
-    fade: Fade = "linear"
+    dense: float = 0.05
+    sparse: float = 0.4
+    fade: Fade = "exponential"
     rate: float = RATE
     seed: int = 0
     resume: bool = False
@@ -87,7 +87,7 @@ class SparsifyJob:
 
 
 # ---- layers
-class Masked(torch.autograd.Function):
+class FadedWeight(torch.autograd.Function):
     """A weight whose numbers outside a mask are multiplied with `share`; the gradient passes as if they were not, with
     `pull` times those numbers added to it there."""
 
@@ -127,7 +127,7 @@ class NMLinear(nn.Linear):
         if self.recipe == "magnitude":
             return F.linear(input, self.weight.masked_fill(~self.mask, 0.0))
         pull = SR_STE if self.recipe == "sr-ste" else 0.0
-        return F.linear(input, Masked.apply(self.weight, self.mask, self.share, pull))  # type: ignore[no-untyped-call]
+        return F.linear(input, FadedWeight.apply(self.weight, self.mask, self.share, pull))  # type: ignore[no-untyped-call]
 
 
 def sparse_layers(model: DenseDecoder, pattern: NMPattern, recipe: Recipe) -> dict[str, NMLinear]:
