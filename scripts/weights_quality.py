@@ -3,8 +3,9 @@
     python scripts/weights_quality.py [--models pocket,smollm2] [--forms FORM ...] [--windows 24] [--tokens 512]
                                       [--tasks copy,recall@1k|suited|none] [--examples 100] [--seed 0] [--keep FOLDER]
 
-A form is a dtype (bfloat16, int8), or one of weights: int4:group=64, or calibrated, int4:group=64,calibrate=gptq,
-for which the model is converted first (into --keep, or a folder that goes away). Each model reads the same windows of
+A form is a dtype (bfloat16, int8), or one of weights: int4:group=64, or one for which the model is converted first
+(into --keep, or a folder that goes away), int4:group=64,calibrate=gptq or nm:pattern=2:4. It may also be the folder of
+a model with the same vocabulary, such as `phasewise train sparsify` leaves. Each model reads the same windows of
 text in each form; intervals are normal ones of 95 % over windows, Wilson's for shares, and differences from the first
 form are paired. A form that a model's matrices do not fit is named and left out, and so is a model that is not here.
 Progress goes to stderr, and each table as soon as it is made to stdout.
@@ -29,8 +30,10 @@ from phasewise.cli.progress import counting
 from phasewise.errors import UserError
 from phasewise.load import DTYPES, dtype_of, files_of, load_model
 from phasewise.model.model import Model
+from phasewise.model.nm import parse_nm
 from phasewise.model.weights_form import parse_form
 from phasewise.train.few_bits import FewBitsJob, convert
+from phasewise.train.prune import PruneJob, prune
 
 FORMS = ["bfloat16", "int8", "int8:group=32", "int4:group=32", "int4:group=32,zeros=true", "int4:group=64",
          "int4:group=64,zeros=true", "int4:group=128", "int4:group=64,calibrate=gptq", "int4:group=64,calibrate=awq",
@@ -41,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     asked = arguments(argv)
     sibling = beside("int8_quality")
     for form in asked.forms:
-        if form not in DTYPES:
+        if form not in DTYPES and not Path(form).is_dir() and parse_nm(form, "--forms") is None:
             parse_form(form, "--forms")
     models = [name for name in asked.models.split(",") if sibling.here(name)]
     print(f"{machine.cpu()}, {machine.kernels()}; {asked.windows} windows of {asked.tokens} tokens, seed {asked.seed}")
@@ -99,10 +102,16 @@ def options(model: str, form: str, folder: Path) -> EngineOptions:
     """How a model is loaded in a form; one that is calibrated is converted first."""
     if form in DTYPES:
         return EngineOptions(model=model, dtype=form)
+    if Path(form).is_dir():
+        return EngineOptions(model=form)
+    out = folder / f"{Path(model).name}-{form.replace(':', '-').replace(',', '-').replace('=', '')}"
+    if (pattern := parse_nm(form)) is not None:
+        if not out.exists():
+            prune(PruneJob(model, out, pattern), counting)
+        return EngineOptions(model=str(out))
     levels, how = parse_form(form)
     if how.calibrate == "rtn":
         return EngineOptions(model=model, weights=form)
-    out = folder / f"{Path(model).name}-{form.replace(':', '-').replace(',', '-').replace('=', '')}"
     if not out.exists():
         convert(FewBitsJob(model, out, levels, how), counting)
     return EngineOptions(model=str(out))

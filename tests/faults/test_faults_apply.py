@@ -10,7 +10,7 @@ from tests.faults.planted import HERE, MOVED, ROOT, Fault, faults
 
 AREAS = {
     "attend", "cluster", "decode", "draft", "engine", "evict", "gguf", "kernels", "kv", "model", "plan", "sample",
-    "schedule", "serve", "skip", "speculation", "step", "store", "verify", "wrappers",
+    "schedule", "serve", "skip", "sparse", "speculation", "step", "store", "verify", "wrappers",
 }  # fmt: skip
 EVERY = faults()
 

@@ -14,9 +14,10 @@ import torch
 
 from phasewise.errors import UserError
 from phasewise.model.model import Model
+from phasewise.model.nm import PATTERNS
 from phasewise.ops import native
 from tests.memory import forget, peak
-from tests.model import test_quantised, test_quantised_tables
+from tests.model import test_nm, test_quantised, test_quantised_tables
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no native kernels here")
 SEEDS, ROUNDS = range(4), 12
@@ -32,7 +33,9 @@ def every() -> dict[str, Callable[[Path], object]]:
             for name, case in test_quantised.CASES.items()}  # fmt: skip
     tables = {name: (lambda path, case=case: test_quantised_tables.write(case, path))
               for name, case in test_quantised_tables.CASES.items()}  # fmt: skip
-    return {**ours, **tables}
+    sparse = {f"nm {pattern}": (lambda path, pattern=pattern: test_nm.write_sparse("llama", path, pattern))
+              for pattern in PATTERNS}  # fmt: skip
+    return {**ours, **tables, **sparse}
 
 
 WHOLE = every()

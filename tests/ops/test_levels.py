@@ -19,7 +19,7 @@ ROWS = ["bfloat16", "int8"]  # forms that they come in
 OUTPUTS = 131  # two panels, and some of a third
 HALF_AT = {"Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}  # float16; others at 0
 WIDE = ("Q4_K", "Q5_K", "Q6_K")
-NEW = [kind for kind in KINDS if kind.startswith(("INT4", "E4M3", "NF4", "CODES"))]  # that are no file's
+NEW = [kind for kind in KINDS if kind.startswith(("INT4", "E4M3", "NF4", "CODES", "NM_"))]  # that are no file's
 
 
 @pytest.fixture(params=EACH, autouse=True)
@@ -43,6 +43,8 @@ def expand(kind: str, raw: np.ndarray) -> Tensor:
     if kind not in NEW:
         found = gguf.quants.dequantize(raw.reshape(len(raw), -1), gguf.GGMLQuantizationType[kind])
         return torch.from_numpy(np.asarray(found, dtype=np.float32).reshape(len(raw), -1))
+    if kind.startswith("NM_"):
+        return expand_sparse(kind, raw)
     if kind.startswith("E4M3"):
         levels = torch.from_numpy(raw[:, :, 4:].copy()).view(torch.float8_e4m3fn).float()
         return (torch.from_numpy(raw[:, :, :4].copy().view(np.float32)) * levels).reshape(len(raw), -1)
@@ -73,6 +75,21 @@ def some_codes(kind: str, scale: float | None) -> tuple[Tensor, Tensor]:
     return torch.cat((starts, torch.from_numpy(raw.reshape(OUTPUTS, -1))), 1), weight
 
 
+def expand_sparse(kind: str, raw: np.ndarray) -> Tensor:
+    """Blocks of an N:M kind uint8 [out, blocks, bytes] -> float32 [out, in], value by value."""
+    n, m = map(int, kind.split("_")[1:])
+    bits = 2 if m == 4 and n == 1 else 4
+    groups = 64 // m
+    found = torch.zeros(*raw.shape[:2], groups, m)
+    values = torch.from_numpy(raw[:, :, -groups * n * 2 :].copy()).view(torch.bfloat16).float()
+    for row, block, group in np.ndindex(*raw.shape[:2], groups):
+        code = int(raw[row, block, group * bits // 8]) >> group * bits % 8 & (1 << bits) - 1
+        places = [code % m] if n == 1 else [i for i in range(4) if code >> i & 1]
+        for i, place in enumerate(places):
+            found[row, block, group, place] = values[row, block, group * n + i]
+    return found.reshape(len(raw), -1)
+
+
 def layer_of(kind: str, rows: str, raw: Tensor, bias: Tensor | None = None) -> PackedWeights:
     return PackedWeights.of([pack_blocks(raw.numpy(), f"{kind}/{rows}")], bias)
 
@@ -84,7 +101,7 @@ def some_blocks(kind: str, scale: float | None) -> tuple[Tensor, Tensor]:
     values, size, *_ = KINDS[kind]
     random = np.random.default_rng(size)
     raw = random.integers(0, 256, (OUTPUTS, (768 if kind in WIDE else 640) // values, size), dtype=np.uint8)
-    for at in () if kind.startswith("E4M3") else HALF_AT.get(kind, (0,)):
+    for at in () if kind.startswith(("E4M3", "NM_")) else HALF_AT.get(kind, (0,)):
         drawn = random.uniform(0.001, 0.01, raw.shape[:2]) if scale is None else np.full(raw.shape[:2], scale)
         raw[:, :, at : at + 2] = drawn.astype(np.float16)[..., None].view(np.uint8)
     if kind == "MXFP4":
@@ -102,6 +119,14 @@ def some_blocks(kind: str, scale: float | None) -> tuple[Tensor, Tensor]:
         if scale is not None:
             whole = torch.arange(-16, 16).float().to(torch.float8_e4m3fn).view(torch.uint8).numpy()
             raw[:, :, 4:] = whole[raw[:, :, 4:] & 31]
+    if kind.startswith("NM_"):
+        n, m = map(int, kind.split("_")[1:])
+        values, size = raw[:, :, -64 // m * n * 2 :], (*raw.shape[:2], 64 // m * n)
+        drawn = random.standard_normal(size) * 0.02 if scale is None else random.integers(-16, 17, size)
+        values[:] = torch.from_numpy(drawn).bfloat16().view(torch.uint8).numpy()
+        if kind == "NM_2_4":
+            masks, codes = np.array([3, 5, 6, 9, 10, 12], np.uint8), raw[:, :, :8]  # of four two
+            codes[:] = masks[codes % 6] | masks[codes // 6 % 6] << 4
     return torch.from_numpy(raw.reshape(OUTPUTS, -1)), expand(kind, raw)
 
 

@@ -12,6 +12,7 @@ from phasewise.errors import UserError
 
 if TYPE_CHECKING:
     from phasewise.model.codebook import CodebookForm
+    from phasewise.model.nm import NMPattern
     from phasewise.train.few_bits import LinearError
     from phasewise.train.lq_job import Converted
 
@@ -106,7 +107,7 @@ def weights(
             metavar="FORM",
             help="int4 or int8, and its knobs: group=32|64|128.., zeros=true, calibrate=rtn|gptq|awq, act_order=true. "
             "Or lq: rank=8, bits=5, fisher=true, finetune=STEPS. "
-            "Or codebook: bits=2|3|4, group=64|128, reorder=true, learn=ROUNDS.",
+            "Or codebook: bits=2|3|4, group=64|128, reorder=true, learn=ROUNDS. Or nm: pattern=2:4|1:4|1:8.",
         ),
     ] = "int4:group=64",
     tokens: Annotated[
@@ -136,6 +137,9 @@ def weights(
     codebook is JLCM (arXiv 2309.17361): 64 outputs of alike neurons share the values of their levels, which are
     learned with the levels for the outputs of each layer over the calibration texts.
 
+    nm keeps the N largest of every M weights: 2:4 in 9 bits a weight, 1:4 in 4.5, 1:8 in 2.5. What that loses,
+    `phasewise train sparsify` learns again.
+
     A conversion that was cut short leaves OUT.parts, from which --resume goes on to the same bits.
 
     [bold]Examples[/]
@@ -154,10 +158,15 @@ def _convert(model: str, out: Path, weights: str, tokens: int, text: Path | None
     """Whatever form it is."""
     from phasewise.model.codebook import parse_codebook
     from phasewise.model.lq import parse_lq
+    from phasewise.model.nm import parse_nm
 
-    low_rank, learned = parse_lq(weights), parse_codebook(weights)
+    low_rank, learned, pattern = parse_lq(weights), parse_codebook(weights), parse_nm(weights)
     if learned is not None:
         _learn(model, out, learned, tokens, text, seed, resume)
+    elif pattern is not None:
+        if resume or text is not None:
+            raise UserError(f"--weights {weights} reads no text and is done at once: leave --resume and --text out")
+        _prune(model, out, pattern)
     elif low_rank is None:
         _round(model, out, weights, tokens, text, seed, resume)
     else:
@@ -196,6 +205,15 @@ def _learn(
     print(f"\n{made.bits:.3f} bits a weight with scales and codebooks")
     if form.learn:
         print(f"squared errors of outputs {made.less:.1%} below those of k-means alone, a mean over linear layers")
+
+
+def _prune(model: str, out: Path, pattern: NMPattern) -> None:
+    """The largest weights alone."""
+    from phasewise.cli.progress import counting
+    from phasewise.train.prune import PruneJob, prune
+
+    _tell_errors(prune(PruneJob(model, out, pattern), counting))
+    print(f"\n{pattern} in {pattern.bits:g} bits a weight")
 
 
 def _tell_result(model: str, out: Path, windows: int, seed: int) -> None:

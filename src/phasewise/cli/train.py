@@ -102,7 +102,23 @@ class HeadsRun:
     ] = "float32"
 
 
-STEPS, SMALL, LEARNED, HEADS_RUN, TAUGHT = Steps(), Small(), Learned(), HeadsRun(), Taught()
+@dataclass(frozen=True)
+class Fading:
+    """The phases of a training to sparse weights, and its rate."""
+
+    dense: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Share of the steps, at first, in which no weight fades (decay).")
+    ] = 0.1
+    sparse: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Share of the steps, at last, in which the others are 0 (decay).")
+    ] = 0.3
+    fade: Annotated[Literal["linear", "exponential"], typer.Option(help="How weights fade in between (decay).")] = (
+        "linear"
+    )
+    rate: Annotated[float, typer.Option(min=1e-8, help="Learning rate.")] = 1e-3
+
+
+STEPS, SMALL, LEARNED, HEADS_RUN, TAUGHT, FADING = Steps(), Small(), Learned(), HeadsRun(), Taught(), Fading()
 
 
 @app.callback()
@@ -279,6 +295,47 @@ def units(
         from phasewise.train.units import train as train_units
 
         print(train_units(ArtefactJob(taught.model, out, taught.tokens, taught.seed, taught.resume)))
+
+
+@app.command("sparsify")
+@spread
+def sparsify(
+    out: Annotated[Path, typer.Option(help="Folder for checkpoints, the loss curve and the model.")],
+    pattern: Annotated[
+        str, typer.Option(metavar="N:M", help="So many of every M weights are kept: 2:4, 1:4 or 1:8.")
+    ] = "2:4",
+    recipe: Annotated[
+        Literal["decay", "sr-ste", "magnitude"],
+        typer.Option(help="What becomes of the other weights while the model learns."),
+    ] = "decay",
+    fading: Fading = FADING,
+    taught: Taught = TAUGHT,
+) -> None:
+    """Train a model whose linear layers are N:M sparse: of every M weights N are left.
+
+    decay (arXiv 2402.04744) fades the others out, sr-ste leaves them out from the start and lets them come back,
+    magnitude leaves out the smallest for good. Embeddings, head and norms stay dense. Plain Llamas with tied
+    embeddings, such as pocket, can be trained. --out/model keeps 9 bits a weight (2:4), 4.5 (1:4) or 2.5 (1:8).
+
+    [bold]Examples[/]
+
+      phasewise train sparsify --out runs/pocket-24
+      phasewise train sparsify --pattern 1:4 --recipe decay --tokens 600000 --out runs/pocket-14
+      phasewise train sparsify --pattern 1:4 --tokens 600000 --out runs/pocket-14 --resume
+      phasewise eval code --model runs/pocket-24/model
+    """
+    from phasewise.model.nm import pattern_of
+
+    wanted = pattern_of(pattern, "--pattern")
+    with _running(out, taught.resume):
+        from phasewise.train.sparsify import TOKENS, SparsifyJob
+        from phasewise.train.sparsify import train as train_sparse
+
+        made = train_sparse(
+            SparsifyJob(taught.model, out, wanted, recipe, taught.tokens or TOKENS, fading.dense, fading.sparse,
+                        fading.fade, fading.rate, taught.seed, taught.resume)
+        )  # fmt: skip
+    print(f"{made}\nUse it with --model {made}")
 
 
 @app.command("artefact")

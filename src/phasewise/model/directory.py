@@ -13,7 +13,8 @@ from phasewise.model import generation
 from phasewise.model.codebook import CodebookQuantised
 from phasewise.model.joined_experts import JoinedExperts
 from phasewise.model.lq import LowRankQuantised
-from phasewise.model.quantisation import CODEBOOK, GPT_OSS, LQ, quantisation
+from phasewise.model.nm import NMSparse
+from phasewise.model.quantisation import CODEBOOK, GPT_OSS, LQ, NM, quantisation
 from phasewise.model.quantised import Quantised
 from phasewise.model.quantised_tables import LAYOUTS, TableQuantised
 from phasewise.model.raw import RawConfig, read_json
@@ -64,6 +65,8 @@ class Directory:
             return LowRankQuantised(Checkpoint(self.path), raw)
         if said.layout == CODEBOOK:
             return CodebookQuantised(Checkpoint(self.path), raw)
+        if said.layout == NM:
+            return NMSparse(Checkpoint(self.path), raw)
         return (TableQuantised if said.layout in LAYOUTS else Quantised)(Checkpoint(self.path), said)
 
     def tokenizer(self) -> Backend:

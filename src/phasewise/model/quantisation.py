@@ -15,11 +15,12 @@ from phasewise.model.raw import RawConfig
 KEY, MLX = "quantization_config", "quantization"  # MLX writes one of them, or both
 LQ = "lq"  # phasewise's own, of which `lq.py` reads the rest
 CODEBOOK = "codebook"  # likewise, `codebook.py`
+NM = "nm"  # likewise, `nm.py`
 GPT_OSS = "mxfp4"  # as gpt-oss has it (joined_experts.py)
 PACKED_BYTES = "pack-quantized, 8 bits"
 READ = ("gptq (4 bits), awq (4 bits, gemm), fp8, compressed-tensors (pack-quantized of 4 or 8 bits, int-quantized of "
         "8, float-quantized of 8, nvfp4- and mxfp4-pack-quantized), gpt-oss's mxfp4, bitsandbytes (4 bits), MLX's (4 "
-        "bits), phasewise's lq and codebook")  # fmt: skip
+        "bits), phasewise's lq, codebook and nm")  # fmt: skip
 Group = tuple[int | None, int | None]  # outputs and inputs that share a scale; None: all
 
 
@@ -161,9 +162,13 @@ def _codebook(_: RawConfig) -> Quantisation:
     return Quantisation(CODEBOOK, (), False)
 
 
+def _nm(_: RawConfig) -> Quantisation:
+    return Quantisation(NM, (), False)  # matrices are sparse, not quantised
+
+
 METHODS = {"gptq": _gptq, "awq": _awq, "fp8": _fp8, "compressed-tensors": _compressed,
            "bitsandbytes": _bitsandbytes, "mlx": _mlx, GPT_OSS: _gpt_oss, LQ: _lq,
-           CODEBOOK: _codebook}  # fmt: skip
+           CODEBOOK: _codebook, NM: _nm}  # fmt: skip
 
 
 def _require(said: RawConfig, key: str, value: Any, known: tuple[Any, ...]) -> None:

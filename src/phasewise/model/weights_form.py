@@ -13,7 +13,7 @@ from phasewise.errors import UserError, near
 from phasewise.spelling import Spelled, parse_value, read
 
 BITS = {"int4": 4, "int8": 8}
-MADE_ONCE = ("lq", "codebook")  # forms that only `phasewise convert weights` makes (`lq.py`, `codebook.py`)
+MADE_ONCE = ("lq", "codebook", "nm")  # forms that only `phasewise convert weights` makes: their modules' names
 SHORTEST = 32  # inputs of a group: kernels have no block of fewer
 
 

@@ -35,6 +35,10 @@ TINY = {
         ("pocket-lq", "pocket-lq-zero", "pocket-lq-split", "pocket-lq-random", "pocket-lq-levels"), "pocket-lq-quickly"
     ),
     **dict.fromkeys(CODED, QUICKLY),
+    **dict.fromkeys(
+        ("pocket-1-8-decay", "pocket-1-8-sr-ste", "pocket-1-8-magnitude", "pocket-1-8-chance"), "pocket-1-8"
+    ),
+    **dict.fromkeys(("pocket-2-4-decay", "pocket-2-4-sr-ste"), "pocket-2-4"),
 }  # stand-ins in a quick run
 
 

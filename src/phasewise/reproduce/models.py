@@ -28,6 +28,7 @@ from phasewise.load import files_of, load_model, model_path
 from phasewise.model import kv_heads
 from phasewise.model.fingerprint import fingerprint
 from phasewise.model.lq import LQForm
+from phasewise.model.nm import PATTERNS
 from phasewise.model.parse import parse_config
 from phasewise.model.source import copy_vocabulary
 from phasewise.model.widen import widen
@@ -38,7 +39,11 @@ from phasewise.reproduce.wide_heads import widen_acceptance, widen_all
 from phasewise.train.kv_heads import KVHeadsJob, looked_at, recover
 from phasewise.train.lq_job import LQJob
 from phasewise.train.lq_job import convert as split
+from phasewise.train.memory import tiny_numbers_as_zero
 from phasewise.train.mixture import of_model
+from phasewise.train.prune import PruneJob, prune
+from phasewise.train.sparsify import STEP_TOKENS, Recipe, SparsifyJob
+from phasewise.train.sparsify import train as sparsify
 
 WIDER = 4
 VOCAB = 512  # of random models
@@ -162,6 +167,26 @@ def low_rank(form: LQForm, start: Literal["split", "zero", "random"], target: Pa
     (target / ALLOCATED).write_text(json.dumps(told), encoding="utf-8")
 
 
+SPARSE_STEPS = 100
+"""Training steps of N:M sparse models, to be held against one another."""
+
+
+def pruned(pattern: str, target: Path) -> None:
+    """The pocket model with its largest weights alone, in N:M groups; nothing is trained."""
+    shutil.rmtree(target, ignore_errors=True)
+    prune(PruneJob("pocket", target, PATTERNS[pattern]), silent)
+
+
+def sparse(pattern: str, recipe: Recipe, by_chance: bool, target: Path) -> None:
+    """The pocket model in N:M groups, trained by a recipe; `by_chance`: with masks drawn by chance."""
+    shutil.rmtree(target, ignore_errors=True)
+    with TemporaryDirectory() as room:
+        job = SparsifyJob("pocket", Path(room), PATTERNS[pattern], recipe, SPARSE_STEPS * STEP_TOKENS,
+                          by_chance=by_chance)  # fmt: skip
+        with tiny_numbers_as_zero():
+            shutil.copytree(sparsify(job), target)
+
+
 @contextmanager
 def silent(title: str, total: int) -> Iterator[Callable[..., object]]:
     """A bar that nobody sees."""
@@ -203,6 +228,13 @@ MADE: dict[str, Callable[[Path], None]] = {
     "pocket-lq-levels": partial(low_rank, replace(LOW_RANK, rank=0, finetune=0), "split"),
     "pocket-lq-quickly": partial(low_rank, replace(LOW_RANK, fisher=False, finetune=0), "split"),
     **CODED,
+    **{f"pocket-{pattern.replace(':', '-')}": partial(pruned, pattern) for pattern in PATTERNS},
+    "pocket-1-8-decay": partial(sparse, "1:8", "decay", False),
+    "pocket-1-8-sr-ste": partial(sparse, "1:8", "sr-ste", False),
+    "pocket-1-8-magnitude": partial(sparse, "1:8", "magnitude", False),
+    "pocket-1-8-chance": partial(sparse, "1:8", "magnitude", True),
+    "pocket-2-4-decay": partial(sparse, "2:4", "decay", False),
+    "pocket-2-4-sr-ste": partial(sparse, "2:4", "sr-ste", False),
     **{name: partial(knowing, name) for name in KEYS},
     "random-experts": partial(random_llama, layers=8, hidden=256, context=4096, experts=16),
     "random-dense": partial(random_llama, layers=8, hidden=512, context=32768),

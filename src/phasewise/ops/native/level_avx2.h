@@ -76,11 +76,12 @@ template <long BITS_> struct CodeLevels : PlainLevels<BITS_> {
 };
 
 template <class Kind>
-using Alike = std::conditional_t<Kind::CODES, CodeLevels<Kind::BITS>,
+using Alike = std::conditional_t<Kind::SPARSE, Kind,
+              std::conditional_t<Kind::CODES, CodeLevels<Kind::BITS>,
               std::conditional_t<Kind::FLOATS, Nf4Levels,
               std::conditional_t<Kind::E4M3, E4m3Levels,
               std::conditional_t<!Kind::TABLE, PlainLevels<Kind::BITS>,
-              std::conditional_t<Kind::OFFSET == 128, IQ4_NL, MXFP4>>>>>;
+              std::conditional_t<Kind::OFFSET == 128, IQ4_NL, MXFP4>>>>>>;
 
 template <class Kind> constexpr int PARTS = Kind::GROUP < SECTION ? 2 : 1;  // groups of a section
 
@@ -367,7 +368,7 @@ __attribute__((always_inline)) inline void floats_step(F (&acc)[R][W], Section<L
   for (int i = 0; i < STEP; i++) {
     const int nibble = nibble_of(i);
     if (Floats::NIBBLES || !i) section.data = hidden(section.data);
-    const PlaceMasks* masks = hidden(&Floats::MASKS);
+    const auto* masks = hidden(&Floats::MASKS);
     auto weights = [&](int j) {
       if constexpr (Levels::CODES)
         return section.value(step, i, at + j * LANES) * (float)(1 << place_of_level(false, nibble));

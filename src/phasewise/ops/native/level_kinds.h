@@ -167,6 +167,7 @@ template <class S, long BITS_, long GROUP_, long INPUTS_> struct KindOf {
   static constexpr bool E4M3 = false;   // whether levels are floats of 8 bits
   static constexpr bool FLOATS = false;  // whether values are no whole numbers, but stand in a table in bfloat16
   static constexpr bool CODES = false;   // whether that table is a panel's own: a codebook (level_codes.h)
+  static constexpr bool SPARSE = false;  // whether values are numbers in bfloat16, of which most are 0: level_sparse.h
   static constexpr uint16_t BFLOATS[16] = {};
   static constexpr int8_t VALUES[16] = {};
 };

@@ -1,5 +1,6 @@
 // Linear layers of weights of few bits: panels made of a file's blocks, and their forms.
 #include "level_inputs.h"
+#include "level_sparse.h"
 #if LANES == 8
 #include "level_avx2.h"
 #elif MATRIX_UNIT
@@ -12,14 +13,18 @@ namespace {
 
 // A block of an output of the weight, as it lies in the file, into its panel.
 template <class Kind> void pack_block(const uint8_t* block, uint8_t* to, long output) {
-  uint8_t levels[Kind::INPUTS];
-  Kind::levels(block, levels);
-  Kind::Scales::put(block, to, output);
-  for (long i = 0; i < SECTIONS<Kind>; i++)
-    if constexpr (Kind::CODES)
-      put_codes<Kind>(levels + i * SECTION, to + HEAD<Kind> + i * SECTION_BYTES<Kind>, output);
-    else
-      put_section<Kind>(levels + i * SECTION, to + HEAD<Kind> + i * SECTION_BYTES<Kind>, output);
+  if constexpr (Kind::SPARSE) {
+    put_sparse<Kind>(block, to, output);
+  } else {
+    uint8_t levels[Kind::INPUTS];
+    Kind::levels(block, levels);
+    Kind::Scales::put(block, to, output);
+    for (long i = 0; i < SECTIONS<Kind>; i++)
+      if constexpr (Kind::CODES)
+        put_codes<Kind>(levels + i * SECTION, to + HEAD<Kind> + i * SECTION_BYTES<Kind>, output);
+      else
+        put_section<Kind>(levels + i * SECTION, to + HEAD<Kind> + i * SECTION_BYTES<Kind>, output);
+  }
 }
 
 // Rows of blocks, so many bytes apart; the outputs that fill up the last panel are nought.
@@ -43,10 +48,15 @@ template <class Kind> void pack_blocks(const Rows& blocks, const WeightsPart& to
 
 // What the level of an input of a section is worth.
 template <class Kind> float value_at(const uint8_t* panel, const uint8_t* section, long output, long input) {
-  if constexpr (Kind::CODES) return codebook_value(panel, code_at<Kind>(section, output, input));
-  const int level = level_at<Kind>(section, output, input);
-  if constexpr (Kind::E4M3) return from_e4m3(level);
-  return Kind::FLOATS ? widen((bf16)Kind::BFLOATS[level & 15]) : (float)value_of<Kind>(level);
+  if constexpr (Kind::SPARSE) {
+    return sparse_at<Kind>(section, output, input);
+  } else if constexpr (Kind::CODES) {
+    return codebook_value(panel, code_at<Kind>(section, output, input));
+  } else {
+    const int level = level_at<Kind>(section, output, input);
+    if constexpr (Kind::E4M3) return from_e4m3(level);
+    return Kind::FLOATS ? widen((bf16)Kind::BFLOATS[level & 15]) : (float)value_of<Kind>(level);
+  }
 }
 
 template <class Kind> void unpack_row(const WeightsPart& part, long inputs, long which, bf16* out) {
@@ -117,4 +127,5 @@ const Form LEVEL_FORMS[] = {  // in the order of KINDS in ops/native/levels.py
     BOTH(Fp8<32>),         BOTH(Fp8<128>),        BOTH(NF4),
     BOTH(Codes<4, 128>),   BOTH(Codes<3, 128>),   BOTH(Codes<2, 128>),
     BOTH(Codes<4, 64>),    BOTH(Codes<3, 64>),    BOTH(Codes<2, 64>),
+    BOTH(Sparse<2, 4>),    BOTH(Sparse<1, 4>),    BOTH(Sparse<1, 8>),
 };

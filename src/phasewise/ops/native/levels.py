@@ -44,6 +44,7 @@ class LevelKind(NamedTuple):
 # In the order of levels.cpp. INT4 is what AWQ, GPTQ and compressed-tensors are brought into: float16 d, with ZEROS a
 # byte for the level that stands for 0 (else it is 8), and bytes of two inputs each, the earlier in the low nibble.
 # E4M3 is what checkpoints in FP8 are brought into: float32 d, and a float of 8 bits (e4m3fn) for each input.
+# NM_N_M are N:M sparse matrices in bfloat16: codes of the groups of M, then the kept values (level_sparse.h).
 # NF4 is what bitsandbytes' is brought into: float16 d, and bytes of two inputs each, the earlier in the low nibble.
 # CODES are learned codebooks (`model/codebook.py`): float16 d, and levels as a stream of bits, the first in the lowest.
 KINDS = {
@@ -69,6 +70,9 @@ KINDS = {
     "NF4": LevelKind(64, 34, 64, whole=False),
     **{f"CODES_{bits}_{inputs}": LevelKind(inputs, inputs * bits // 8 + 2, inputs, whole=False, codebook=1 << bits)
        for inputs in (128, 64) for bits in (4, 3, 2)},
+    "NM_2_4": LevelKind(64, 72, 64, whole=False),
+    "NM_1_4": LevelKind(64, 36, 64, whole=False),
+    "NM_1_8": LevelKind(64, 20, 64, whole=False),
 }  # fmt: skip
 
 # What NF4's levels are worth (arXiv 2305.14314), as bitsandbytes publishes them; kernels take the nearest bfloat16.
