@@ -58,8 +58,9 @@ CASES = {
     "nvfp4": Case("nvfp4-pack-quantized", True, size=16),
     "nf4": Case("nf4", True),
     "nf4, nested": Case("nf4", True, nested=True),
-    "nf4, blocks across rows": Case("nf4", size=4096),
-    "fp4": Case("fp4"),
+    "nf4, blocks across rows": Case("nf4", True, size=4096),
+    "nf4, blocks of no kernel": Case("nf4", size=32),
+    "fp4": Case("fp4", True),
     "mlx": Case("mlx", True),
     "mlx, short groups": Case("mlx", True, 32),
 }

@@ -11,7 +11,7 @@ from torch import Tensor
 from phasewise.ops import levels as plain
 from phasewise.ops import native
 from phasewise.ops.native import weights
-from phasewise.ops.native.levels import KINDS, NF4
+from phasewise.ops.native.levels import KINDS
 from phasewise.ops.native.weights import PackedWeights, pack_blocks
 from tests.ops.targets import EACH, HERE
 
@@ -19,7 +19,7 @@ ROWS = ["bfloat16", "int8"]  # forms that they come in
 OUTPUTS = 131  # two panels, and some of a third
 HALF_AT = {"Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}  # float16; others at 0
 WIDE = ("Q4_K", "Q5_K", "Q6_K")
-NEW = [kind for kind in KINDS if kind.startswith(("INT4", "E4M3", "NF4", "CODES", "NM_"))]  # that are no file's
+NEW = [kind for kind in KINDS if kind.startswith(("INT4", "E4M3", "CODES", "NM_"))]  # that are no file's
 
 
 @pytest.fixture(params=EACH, autouse=True)
@@ -51,9 +51,6 @@ def expand(kind: str, raw: np.ndarray) -> Tensor:
     scales, nibbles = raw[:, :, :2].copy().view(np.float16).astype(np.float32), raw[:, :, -KINDS[kind].inputs // 2 :]
     zeros = raw[:, :, 2:3].astype(np.float32) if kind.endswith("ZEROS") else np.float32(8)
     levels = np.stack((nibbles & 15, nibbles >> 4), 3).reshape(*raw.shape[:2], -1)
-    if kind == "NF4":
-        values = torch.tensor(NF4).bfloat16().float()[torch.from_numpy(levels).int()]
-        return (values * torch.from_numpy(scales)).reshape(len(raw), -1)
     return torch.from_numpy((scales * (levels - zeros)).reshape(len(raw), -1))
 
 
@@ -110,8 +107,6 @@ def some_blocks(kind: str, scale: float | None) -> tuple[Tensor, Tensor]:
         raw[:, :, :4] = random.integers(0, 90, (*raw.shape[:2], 4)) if scale is None else 64
     if kind.endswith("ZEROS"):
         raw[:, :, 2] &= 15
-    if kind == "NF4" and scale is not None:  # -1, 0 and 1 are whole numbers
-        raw[:, :, 2:] = np.array([0x00, 0x07, 0x70, 0x77, 0x0F, 0xF0, 0xFF, 0xF7], np.uint8)[raw[:, :, 2:] & 7]
     if kind.startswith("E4M3"):
         drawn = random.uniform(0.001, 0.01, raw.shape[:2]) if scale is None else np.full(raw.shape[:2], scale)
         raw[:, :, :4] = drawn.astype(np.float32)[..., None].view(np.uint8)

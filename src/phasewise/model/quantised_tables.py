@@ -11,8 +11,8 @@ Bytes hold two levels. A weight is `scale * value`, in MLX's form `scale * level
     mlx                    weight uint32 [out, in / 8], the first low   scales, biases [out, groups]
 
 MXFP4 is a kind as it is, MLX's is Q4_1. NVFP4's blocks are those of GGUF, and the scale of a whole tensor goes with
-them. NF4 in blocks of 64 inputs has a kind, whose scales are float16. FP4 has none: it is expanded, and the log says
-so.
+them. NF4 and FP4 are levels with a codebook, the quant_map in bfloat16, and scales in float16; blocks that are no
+multiple of 64 inputs are expanded, and the log says so.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from phasewise.gguf.blocks import BlockMatrix
 from phasewise.model.quantisation import READ, Quantisation
 from phasewise.model.quantised_tensors import QuantisedTensors
 from phasewise.model.weights import DTYPES, Checkpoint
-from phasewise.ops.native.levels import KINDS, NF4
+from phasewise.ops.native.levels import KINDS
+from phasewise.ops.native.weights import WIDTH
 
 Bytes = NDArray[np.uint8]
 log = logging.getLogger(__name__)
@@ -66,11 +67,14 @@ class TableMatrix:
     @property
     def shape(self) -> tuple[int, int]:
         assert self.kind is not None
-        return self.outputs, self.inputs // KINDS[self.kind].inputs * KINDS[self.kind].size
+        kind = KINDS[self.kind]
+        return self.outputs, kind.start + self.inputs // kind.inputs * kind.size
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape)
+        """Bytes that are kept: a panel has its codebook once."""
+        assert self.kind is not None
+        return math.prod(self.shape) - (self.outputs - -(-self.outputs // WIDTH)) * KINDS[self.kind].start
 
     def __getitem__(self, rows: slice | NDArray[np.int64], /) -> Bytes:
         assert isinstance(rows, slice)
@@ -308,23 +312,22 @@ def _bitsandbytes(parts: _Parts, said: Quantisation) -> TableMatrix:
         return table[found.int()] * scales[places].reshape(found.shape)
 
     def blocks(some: slice, found: Tensor) -> Bytes:
-        nibbles = (found[:, ::2] | found[:, 1::2] << 4).reshape(len(found), -1, 32)
-        heads = halves[some.start * inputs // 64 : some.stop * inputs // 64].view(torch.uint8)
-        return torch.cat((heads.reshape(len(found), -1, 2), nibbles), -1).flatten(1).numpy()
+        nibbles = (found[:, ::2] | found[:, 1::2] << 4).reshape(len(found), -1, each // 2)
+        places = torch.arange(some.start * inputs, some.stop * inputs, each) // size
+        heads = halves[places].view(torch.uint8).reshape(len(found), -1, 2)
+        book = table.bfloat16().view(torch.uint8).expand(len(found), -1)
+        return torch.cat((book, torch.cat((heads, nibbles), -1).flatten(1)), 1).numpy()
 
-    halves, why = scales.half(), _why_expanded(said.layout, table, size, inputs, scales)
-    return TableMatrix(parts.name, outputs, inputs, None if why else "NF4", levels, values, blocks,
+    each = 128 if size % 128 == 0 and inputs % 128 == 0 else 64
+    halves, why = scales.half(), _why_expanded(size, inputs, scales)
+    return TableMatrix(parts.name, outputs, inputs, None if why else f"CODES_4_{each}", levels, values, blocks,
                        tuple(parts.tensors), why)  # fmt: skip
 
 
-def _why_expanded(layout: str, table: Tensor, size: int, inputs: int, scales: Tensor) -> str:
-    """Why a matrix of bitsandbytes' is not kept as NF4; empty: it is."""
-    if layout != "nf4":
-        return f"{layout}'s values have no kernel yet"
-    if not torch.equal(table, torch.tensor(NF4)):
-        return "its quant_map is not NF4's"
-    if size != 64 or inputs % size:
-        return f"NF4's kernel takes blocks of 64 inputs, and these are of {size} in rows of {inputs:,}"
+def _why_expanded(size: int, inputs: int, scales: Tensor) -> str:
+    """Why a matrix of bitsandbytes' is not kept as its levels and a codebook; empty: it is."""
+    if size % 64 or inputs % 64:
+        return f"groups of 64 inputs have a kernel, and blocks are of {size} in rows of {inputs:,}"
     if bool((scales.half().float() - scales).abs().gt(scales.abs() * HALF_STEP).any()):
         return "float16 does not hold its scales"
     return ""

@@ -26,7 +26,6 @@ from phasewise.model.parse import parse_config
 from phasewise.model.shards import write_checkpoint
 from phasewise.model.source import copy_vocabulary
 from phasewise.model.weights_form import Calibration, WeightsForm
-from phasewise.ops.native.levels import NF4
 from phasewise.train import few_bits
 from phasewise.train.codebook import Start
 from phasewise.train.codebook_job import CodebookJob
@@ -43,6 +42,12 @@ QUICKLY = "pocket-codebook-quickly"
 def _silent(title: str, total: int) -> Iterator[Callable[..., object]]:
     """A bar that nobody sees."""
     yield lambda done, note="": None
+
+
+# What NF4's levels are worth (arXiv 2305.14314), as bitsandbytes publishes them.
+NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+       -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+       0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0)  # fmt: skip
 
 
 def _clear(target: Path) -> None:

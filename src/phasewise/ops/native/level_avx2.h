@@ -67,10 +67,6 @@ struct E4m3Levels : PlainLevels<8> {
   static constexpr bool E4M3 = true;
 };
 
-struct Nf4Levels : PlainLevels<4> {
-  static constexpr bool FLOATS = true;
-};
-
 template <long BITS_> struct CodeLevels : PlainLevels<BITS_> {
   static constexpr bool FLOATS = true, CODES = true;
 };
@@ -78,10 +74,9 @@ template <long BITS_> struct CodeLevels : PlainLevels<BITS_> {
 template <class Kind>
 using Alike = std::conditional_t<Kind::SPARSE, Kind,
               std::conditional_t<Kind::CODES, CodeLevels<Kind::BITS>,
-              std::conditional_t<Kind::FLOATS, Nf4Levels,
               std::conditional_t<Kind::E4M3, E4m3Levels,
               std::conditional_t<!Kind::TABLE, PlainLevels<Kind::BITS>,
-              std::conditional_t<Kind::OFFSET == 128, IQ4_NL, MXFP4>>>>>>;
+              std::conditional_t<Kind::OFFSET == 128, IQ4_NL, MXFP4>>>>>;
 
 template <class Kind> constexpr int PARTS = Kind::GROUP < SECTION ? 2 : 1;  // groups of a section
 
@@ -310,21 +305,6 @@ constexpr PlaceMasks place_masks(bool nibbles) {
   return found;
 }
 
-// NF4's values, by level.
-inline F nf4(I level) {
-  struct Wide {
-    alignas(32) uint32_t at[16];
-  };
-  static constexpr Wide VALUES = [] {
-    Wide found = {};
-    for (int i = 0; i < 16; i++) found.at[i] = (uint32_t)NF4::BFLOATS[i] << 16;
-    return found;
-  }();
-  const __m256 low = _mm256_permutevar8x32_ps(load<__m256>(VALUES.at), (__m256i)level);
-  const __m256 high = _mm256_permutevar8x32_ps(load<__m256>(VALUES.at + 8), (__m256i)level);
-  return (F)_mm256_blendv_ps(low, high, (__m256)(level << 28));
-}
-
 template <class Levels> struct FloatLevels {
   static constexpr bool NIBBLES = Levels::BITS == 4 && !Levels::TABLE && !Levels::FLOATS;
   static constexpr PlaceMasks MASKS = place_masks(NIBBLES);
@@ -336,8 +316,6 @@ template <class Levels> struct FloatLevels {
   __attribute__((always_inline)) static F of(I word, int nibble, I mask) {
     if constexpr (Levels::E4M3)
       return from_e4m3(shift_right(word, nibble / 2 * 8) & 255) * (float)(1 << place_of_level(false, nibble));
-    if constexpr (Levels::FLOATS)
-      return nf4(shift_right(word, nibble / 2 * 8)) * (float)(1 << place_of_level(false, nibble));
     return __builtin_convertvector(masked(nibble) ? word & mask : shift_right(word, NIBBLES ? 28 : 24), F);
   }
 

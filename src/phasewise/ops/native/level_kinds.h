@@ -165,10 +165,9 @@ template <class S, long BITS_, long GROUP_, long INPUTS_> struct KindOf {
   static constexpr long BYTES = INPUTS * BITS / 8 + S::BYTES;
   static constexpr bool TABLE = false;  // whether values stand in one
   static constexpr bool E4M3 = false;   // whether levels are floats of 8 bits
-  static constexpr bool FLOATS = false;  // whether values are no whole numbers, but stand in a table in bfloat16
-  static constexpr bool CODES = false;   // whether that table is a panel's own: a codebook (level_codes.h)
-  static constexpr bool SPARSE = false;  // whether values are numbers in bfloat16, of which most are 0: level_sparse.h
-  static constexpr uint16_t BFLOATS[16] = {};
+  static constexpr bool FLOATS = false;  // whether values are numbers in bfloat16
+  static constexpr bool CODES = false;   // whether these stand in a codebook, which belongs to a panel: level_codes.h
+  static constexpr bool SPARSE = false;  // whether most of these are 0: level_sparse.h
   static constexpr int8_t VALUES[16] = {};
 };
 
@@ -270,16 +269,6 @@ template <long GROUP_> struct Fp8 : KindOf<Float32<GROUP_>, 8, GROUP_, GROUP_> {
   static constexpr bool E4M3 = true;
   static constexpr int OFFSET = 0;
   static void levels(const uint8_t* block, uint8_t* to) { memcpy(to, block + 4, GROUP_); }
-};
-
-// Not a file's own: bitsandbytes' NF4 (arXiv 2305.14314), whose sixteen values are quantiles of the normal distribution,
-// here to the nearest bfloat16. A block is d, and bytes of two inputs each, the earlier in the low nibble.
-struct NF4 : KindOf<Halves, 4, 64, 64> {
-  static constexpr bool FLOATS = true;
-  static constexpr uint16_t BFLOATS[16] = {0xbf80, 0xbf32, 0xbf06, 0xbeca, 0xbe92, 0xbe3d, 0xbdba, 0x0000,
-                                           0x3da3, 0x3e25, 0x3e7c, 0x3ead, 0x3ee2, 0x3f10, 0x3f39, 0x3f80};
-  static constexpr int OFFSET = 0;
-  static void levels(const uint8_t* block, uint8_t* to) { Int4<64, false>::levels(block, to); }
 };
 
 constexpr float E4M3_UNIT = 1.329227995784916e36f;  // 2^120, the difference of both exponents' zeros
@@ -404,7 +393,7 @@ template <class Kind> constexpr BfloatTable bfloat_values() {
   BfloatTable table = {};
   for (int i = 0; i < 64; i++) {
     const int level = i % (1 << (Kind::BITS < 6 ? Kind::BITS : 6));
-    table.at[i] = Kind::FLOATS ? Kind::BFLOATS[level & 15] : whole_bfloat(value_of<Kind>(level));
+    table.at[i] = whole_bfloat(value_of<Kind>(level));
   }
   return table;
 }

@@ -55,7 +55,7 @@ template <class Kind> float value_at(const uint8_t* panel, const uint8_t* sectio
   } else {
     const int level = level_at<Kind>(section, output, input);
     if constexpr (Kind::E4M3) return from_e4m3(level);
-    return Kind::FLOATS ? widen((bf16)Kind::BFLOATS[level & 15]) : (float)value_of<Kind>(level);
+    return (float)value_of<Kind>(level);
   }
 }
 
@@ -124,7 +124,7 @@ const Form LEVEL_FORMS[] = {  // in the order of KINDS in ops/native/levels.py
     BOTH(IQ4_NL),         BOTH(MXFP4),          BOTH(NVFP4),
     BOTH(Int4<32, false>), BOTH(Int4<64, false>), BOTH(Int4<128, false>),
     BOTH(Int4<32, true>),  BOTH(Int4<64, true>),  BOTH(Int4<128, true>),
-    BOTH(Fp8<32>),         BOTH(Fp8<128>),        BOTH(NF4),
+    BOTH(Fp8<32>),         BOTH(Fp8<128>),
     BOTH(Codes<4, 128>),   BOTH(Codes<3, 128>),   BOTH(Codes<2, 128>),
     BOTH(Codes<4, 64>),    BOTH(Codes<3, 64>),    BOTH(Codes<2, 64>),
     BOTH(Sparse<2, 4>),    BOTH(Sparse<1, 4>),    BOTH(Sparse<1, 8>),

@@ -45,8 +45,8 @@ class LevelKind(NamedTuple):
 # byte for the level that stands for 0 (else it is 8), and bytes of two inputs each, the earlier in the low nibble.
 # E4M3 is what checkpoints in FP8 are brought into: float32 d, and a float of 8 bits (e4m3fn) for each input.
 # NM_N_M are N:M sparse matrices in bfloat16: codes of the groups of M, then the kept values (level_sparse.h).
-# NF4 is what bitsandbytes' is brought into: float16 d, and bytes of two inputs each, the earlier in the low nibble.
-# CODES are learned codebooks (`model/codebook.py`): float16 d, and levels as a stream of bits, the first in the lowest.
+# CODES have a codebook, learned (`model/codebook.py`) or bitsandbytes': float16 d, and levels as a stream of bits, the
+# first in the lowest.
 KINDS = {
     "Q4_0": LevelKind(32, 18),
     "Q4_1": LevelKind(32, 20),
@@ -67,18 +67,12 @@ KINDS = {
     "INT4_128_ZEROS": LevelKind(128, 67, 128),
     "E4M3_32": LevelKind(32, 36, whole=False),
     "E4M3_128": LevelKind(128, 132, 128, whole=False),
-    "NF4": LevelKind(64, 34, 64, whole=False),
     **{f"CODES_{bits}_{inputs}": LevelKind(inputs, inputs * bits // 8 + 2, inputs, whole=False, codebook=1 << bits)
        for inputs in (128, 64) for bits in (4, 3, 2)},
     "NM_2_4": LevelKind(64, 72, 64, whole=False),
     "NM_1_4": LevelKind(64, 36, 64, whole=False),
     "NM_1_8": LevelKind(64, 20, 64, whole=False),
 }  # fmt: skip
-
-# What NF4's levels are worth (arXiv 2305.14314), as bitsandbytes publishes them; kernels take the nearest bfloat16.
-NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-       -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-       0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0)  # fmt: skip
 
 # Each of them is two forms: for rows rounded to bfloat16, where levels are exact too, and to int8.
 FORMS = tuple(f"{kind}/{rows}" for kind in KINDS for rows in ("bfloat16", "int8"))
