@@ -25,16 +25,17 @@ from phasewise.model.artefacts import fingerprint
 from phasewise.train.artefacts import ArtefactJob
 from phasewise.train.dense import DenseDecoder, TokenBlock, of_layers
 from phasewise.train.device import halved, moved
-from phasewise.train.heads.text import Bar, TextJob, write
+from phasewise.train.heads.text import TextJob, write
 from phasewise.train.lowrank import LowRank
 from phasewise.train.mixture import Stage, pad_rows
 from phasewise.train.passes import Pass
 from phasewise.train.trainer import StepLoss, TrainingRecipe, TrainingRun, bar, fit
 from phasewise.train.written import WrittenBatches, WrittenText
 
-TOKENS = 1_000_000  # prompts and padding included
-SEQUENCES, NEW = 2_000, 96  # texts that the model writes, and tokens of one at most
-STEP, RATE = 2048, 2e-3
+TOKENS = 800_000  # prompts and padding included
+SEQUENCES, NEW = 2_000, 96  # texts that the model writes, at most, and tokens of one
+EACH = 200  # tokens to train on for which a text is written
+STEP, RATE = 1024, 3e-3
 DECAY = ((0.3, 1.0), (1.0, 0.01))
 AT_ONCE = 16  # texts of a pass that measures
 
@@ -56,7 +57,8 @@ def train(method: S2D, job: ArtefactJob) -> Path:
     if job.resume:
         run.read(job.checkpoint)
     new = min(NEW, base.config.max_positions // 2)
-    written, heldout, pad = write(TextJob(job.model, SEQUENCES, new, seed=job.seed), fingerprint(base), _counting())
+    text = TextJob(job.model, min(SEQUENCES, max(1, tokens // EACH)), new, seed=job.seed)
+    written, heldout, pad = write(text, fingerprint(base), _counting)
     if not written or not heldout:
         raise UserError(f"{job.model} only repeats itself: no text is left to learn from. Train another model first")
     shallow = of_layers(twin, range(depths[-1]))
@@ -127,11 +129,8 @@ def measured(
     return {"places": places, **{name: dict(zip(map(str, exits), each.tolist())) for name, each in shares.items()}}
 
 
-def _counting() -> Bar:
-    @contextmanager
-    def counting(what: str, total: int) -> Iterator[Any]:
-        with bar() as shown:
-            task = shown.add_task(what, total=total, note="")
-            yield lambda done: shown.update(task, completed=done)
-
-    return counting
+@contextmanager
+def _counting(what: str, total: int) -> Iterator[Any]:
+    with bar() as shown:
+        task = shown.add_task(what, total=total, note="")
+        yield lambda done: shown.update(task, completed=done)
