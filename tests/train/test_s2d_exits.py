@@ -138,6 +138,9 @@ def test_a_run_writes_what_the_drafter_loads(learned: Any, tmp_path: Path, monke
         model, method.artefact(model.config), str(train(method, ArtefactJob("pocket", tmp_path, 60, resume=True)))
     )
     assert all(torch.equal(first[name], again[name]) for name in first)
+    header = (tmp_path / "losses.csv").read_text().splitlines()[0].split(",")
+    learns = ["exit_1_loss", "exit_2_loss", "exit_3_loss"] if learned == "sorted" else ["exit_3_loss"]
+    assert [name for name in header if name.startswith("exit")] == learns
     report = json.loads((tmp_path / "s2d.json").read_text())
     assert report["places"] == 20 and set(report["agrees"]) == set(report["accepted"]) == {"1", "2", "3"}
     with pytest.raises(UserError, match="resume it as it was"):

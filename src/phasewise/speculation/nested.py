@@ -1,4 +1,4 @@
-"""A draft model in parts, behind each of which a guess may leave: the deeper parts catch up when a guess goes there.
+"""A draft in parts, behind each of which a guess may leave: the deeper parts catch up when a guess goes there.
 
 ```
  guess            g1      g2      g3       g1 and g2 leave behind part 1, g3 behind part 2
