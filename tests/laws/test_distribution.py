@@ -182,7 +182,7 @@ KNOBS = {
     "rsd": {"beam": 3, "depth": LENGTH},
     "dyspec": {"nodes": 8, "depth": LENGTH + 1},
     "specdec": {"stop": "head", "most": 4, "threshold": 0.6},
-    "s2d": {"exits": "1+2", "tau": 0.3, "weights": "none"},
+    "s2d": {"exits": "1+2", "tau": 0.5, "weights": "none"},
     "spectr": {"chains": 3, "k": LENGTH},
     "rasd": {
         "base": "(draft_model:model=tiny-draft,k=2)",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -156,3 +157,57 @@ def test_a_model_that_only_repeats_itself_is_refused(tmp_path: Path, monkeypatch
 def test_more_layers_than_the_model_has_are_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"exits=2\+9, and the model has 8 layers"):
         train(S2D(exits="2+9"), ArtefactJob("pocket", tmp_path))
+
+
+# ---- what ships
+@cache
+def written() -> list[WrittenText]:
+    """What pocket says greedily after held-out source and questions, in turn, without its loops."""
+    wording = Templated(files_of("pocket"), config_of("pocket").eos)
+    stream = plain(wording.tokenizer, "\n\n".join(sources(held_out=True).values()))
+    prompts = [of_mixture(wording, stream, 120, 1, True)(i) for i in range(16)]
+    llm = LLM("pocket")
+    try:
+        outputs: list[Any] = llm.generate(prompts, Params(max_tokens=48, ignore_eos=True))
+    finally:
+        llm.close()
+    return unlooped([WrittenText(prompt, list(output.tokens)) for prompt, output in zip(prompts, outputs)])
+
+
+def shipped(learned: Any) -> LowRank:
+    method = S2D(learned=learned)
+    model = load_model("pocket")
+    made = LowRank(method.artefact(model.config).shapes)
+    found = artefacts.load(model, method.artefact(model.config), "auto")
+    made.load_state_dict({name.replace(".", "_"): tensor.float() for name, tensor in found.items()})
+    return made.requires_grad_(False)
+
+
+def test_sorted_training_is_what_makes_early_exits_useful() -> None:
+    """Over text that nobody has learned. Training at the last exit alone leaves the others behind, and so does no
+    training at all."""
+    shallow = of_layers(twin(), range(3))
+    ours, last, none = (
+        measured(twin(), shallow, change, EXITS, written(), PAD)["accepted"]
+        for change in (shipped("sorted"), shipped("last"), None)
+    )
+    assert min(ours["1"] - last["1"], ours["2"] - last["2"]) > 0.05
+    assert min(ours[depth] - none[depth] for depth in ours) > 0.1
+
+
+def test_with_what_ships_exits_come_earlier_as_thresholds_fall_and_tokens_stay() -> None:
+    """Layers of the draft for each guess, counted in a running engine in float32."""
+    model = Model.load(model_path("pocket"), dtype=torch.float32)
+    prompts = [text.prompt for text in written()[:4]]
+
+    def ran(verbs: dict[str, str]) -> tuple[list[list[int]], float]:
+        placed = Builder(model, parse(verbs), Limits(kv_bytes=64 << 20, max_running=1), load=tiny.load).build()
+        assert isinstance(placed, Engine)
+        outs = tiny.outs(tiny.run(placed, prompts, tiny.greedy(32)))
+        return outs, placed.counters.draft_depth / max(1, placed.counters.drafted)
+
+    want, _ = ran({})
+    found = [ran({"draft": f"s2d:tau={tau}"}) for tau in ("1", "0.7", "0.4", "0.1", "0")]
+    assert all(outs == want for outs, _ in found)
+    depths = [depth for _, depth in found]
+    assert all(a > b for a, b in pairwise(depths)), depths

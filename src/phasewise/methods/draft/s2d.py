@@ -59,7 +59,7 @@ class S2D(Method):
     guarantee: ClassVar[str] = "distribution"
     needs: ClassVar[str] = "trained"
     neutral: ClassVar[dict[str, object]] = {}
-    tight: ClassVar[dict[str, object]] = {"tau": "0.1", "k": 4}
+    tight: ClassVar[dict[str, object]] = {"tau": "0.5+0.6", "k": 4}
 
     def __post_init__(self) -> None:
         self.depths  # noqa: B018 (raises for what are no exits)
