@@ -143,7 +143,7 @@ def test_thresholds_of_0_and_1_are_a_plain_draft_of_that_depth(tau: str, depth: 
     no guess leaves."""
     want = tiny.engine({"draft": f"draft_model:model={tiny.checkpoint(layers=depth)},k=3"})
     assert isinstance(want, Engine)
-    found, seen = engine(s2d(tau=tau)), []
+    found, seen = engine(s2d(tau=tau, k=3)), []
     for placed in (want, found):
         watch = Watch(placed)
         tiny.run(placed, PROMPTS, SAMPLED)

@@ -50,7 +50,7 @@ class S2D(Method):
 
     exits: str = "1+2+3"
     tau: str = "0.5"
-    k: int = 3
+    k: int = 2
     learned: Learned = "sorted"
     weights: str = "auto"
     chunk: int = 512  # prompt tokens the draft computes per step while it lags behind
