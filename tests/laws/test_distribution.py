@@ -182,6 +182,7 @@ KNOBS = {
     "rsd": {"beam": 3, "depth": LENGTH},
     "dyspec": {"nodes": 8, "depth": LENGTH + 1},
     "specdec": {"stop": "head", "most": 4, "threshold": 0.6},
+    "s2d": {"exits": "1+2", "tau": 0.5, "weights": "none"},
     "spectr": {"chains": 3, "k": LENGTH},
     "rasd": {
         "base": "(draft_model:model=tiny-draft,k=2)",
@@ -198,8 +199,9 @@ def target(layers: int = 1) -> Model:
 
 
 def layers_for(draft: str) -> int:
-    """Those of the target: a drafter that begins rows in the first ones needs others behind them."""
-    return 1 + parse({"draft": spelled(draft)})["draft"].traits.begins_rows
+    """Those of the target: a drafter that begins rows in the first ones needs others behind them, and one that leaves
+    behind some of them has to have several."""
+    return 1 + (draft == "s2d" or parse({"draft": spelled(draft)})["draft"].traits.begins_rows)
 
 
 @cache

@@ -199,6 +199,7 @@ CASES: dict[str, dict[str, Case]] = {  # by drafter
         "ends by verdicts": Case(StoppedChain(StopRule(0.6, 1, 3), calibrated), 3),
         "matched": Case(StoppedChain(StopRule(0.8, 1, 3), own), 3, "match"),
     },
+    "s2d": {"a chain": Case(ChainShape(3, 1, "without_replacement"), 3, world=FOUR)},
     "spectr": {
         "for k_seq": Case(_Chains(3, 2), 5, "k_seq"),
         "one level": Case(_Chains(4, 1), 4, "k_seq", FOUR),

@@ -31,6 +31,7 @@ KNOBS = {
     "decode.kv_prediction": "kv_prediction:model={other}",
     "decode.augment": "augment:latents=4",
     "draft.specdec": "specdec:model={other},stop=head",
+    "draft.s2d": "s2d:exits=1+2",
 }
 
 

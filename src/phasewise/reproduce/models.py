@@ -35,7 +35,7 @@ from phasewise.model.widen import widen
 from phasewise.reproduce.aligned_heads import LEARNED, QUICKLY, eagle_beside_pocket
 from phasewise.reproduce.coded_models import CODED
 from phasewise.reproduce.knowers import KEYS, knowing
-from phasewise.reproduce.wide_heads import widen_acceptance, widen_all
+from phasewise.reproduce.wide_heads import widen_acceptance, widen_all, widen_exits
 from phasewise.train.kv_heads import KVHeadsJob, looked_at, recover
 from phasewise.train.lq_job import LQJob
 from phasewise.train.lq_job import convert as split
@@ -194,9 +194,11 @@ def silent(title: str, total: int) -> Iterator[Callable[..., object]]:
 
 
 def pocket_wide(target: Path) -> None:
-    """The pocket model, widened, with its drafting heads, and the acceptance head for the widened draft model."""
+    """The pocket model, widened, with its drafting heads and drafts with exits, and the acceptance head for the widened
+    draft model."""
     widened(Path(model_path("pocket")), target, WIDER)
     widen_all(target, WIDER)
+    widen_exits(target, WIDER)
     with TemporaryDirectory() as room:
         draft = Path(room) / "draft"
         widened(Path(model_path("pocket-draft")), draft, WIDER)

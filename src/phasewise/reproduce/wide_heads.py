@@ -11,12 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from phasewise.load import files_of, load_model
+from phasewise.methods.draft.s2d import S2D, Learned
 from phasewise.methods.draft.specdec import SpecDec
 from phasewise.model import artefacts
 from phasewise.model.fingerprint import fingerprint
@@ -168,6 +169,19 @@ def widen_acceptance(model: Path, factor: int, draft: str, partner: str) -> None
     files = files_of(str(model))
     base = fingerprint(parse_config(files.settings()), files.tensors())
     artefacts.save(model / artefacts.FOLDER / made.file, made, wide, base, "padded with zeros")
+
+
+def widen_exits(model: Path, factor: int) -> None:
+    """Give a widened pocket model the drafts with exits that ship for pocket, widened: their layers are the model's
+    own, and so are those of low-rank weights on mask rows."""
+    pocket, files = load_model("pocket"), files_of(str(model))
+    config = parse_config(files.settings())
+    base = fingerprint(config, files.tensors())
+    for learned in get_args(Learned):
+        stored = artefacts.load(pocket, S2D(learned=learned).artefact(pocket.config), "auto")
+        wide = {name: _of_masks(name, tensor, stored, factor) for name, tensor in stored.items()}
+        made = S2D(learned=learned).artefact(config)
+        artefacts.save(model / artefacts.FOLDER / made.file, made, wide, base, "padded with zeros, and repeated")
 
 
 def widen_all(model: Path, factor: int) -> None:
