@@ -106,7 +106,7 @@ def weights(
             metavar="FORM",
             help="int4 or int8, and its knobs: group=32|64|128.., zeros=true, calibrate=rtn|gptq|awq, act_order=true. "
             "Or lq: rank=8, bits=5, fisher=true, finetune=STEPS. "
-            "Or codebook: bits=2|3|4, group=64|128, reorder=true, learn=ROUNDS.",
+            "Or codebook: bits=2|3|4, group=64|128, learn=ROUNDS, reorder=true.",
         ),
     ] = "int4:group=64",
     tokens: Annotated[
@@ -133,8 +133,8 @@ def weights(
     lq is LQ-LoRA (arXiv 2311.12023): few bits, of a kind for each layer, and a low-rank pair beside them, bits=5 a
     weight together. Errors are weighed by squared gradients (fisher=true), and pairs learn for finetune=24 steps.
 
-    codebook is JLCM (arXiv 2309.17361): 64 outputs of alike neurons share the values of their levels, which are
-    learned with the levels for the outputs of each layer over the calibration texts.
+    codebook is JLCM (arXiv 2309.17361): 64 outputs share the values of their levels, which are learned with the levels
+    for what each layer puts out over the calibration texts.
 
     A conversion that was cut short leaves OUT.parts, from which --resume goes on to the same bits.
 
