@@ -198,7 +198,7 @@ def test_an_order_folds_away(name: str, tmp_path: Path) -> None:
     those of MLPs and experts, and the values within a head. Biases go along. Putting rows and columns back gives the
     old matrices, bit for bit."""
     base = model(tmp_path / "base", name, few=16)
-    convert(CodebookJob(str(base), tmp_path / "out", CodebookForm(4, 128), tokens=300), silent)
+    convert(CodebookJob(str(base), tmp_path / "out", CodebookForm(4, 128, reorder=True), tokens=300), silent)
     before, after = (Model.load(path, dtype=torch.float32) for path in (base, tmp_path / "out"))
     tokens = [3 + i * 37 % 60 for i in range(24)]
     assert torch.allclose(run(after, tokens), run(before, tokens), atol=2e-4, rtol=1e-4)
@@ -212,7 +212,7 @@ def test_an_order_folds_away(name: str, tmp_path: Path) -> None:
 
 
 # ---- conversions
-FORM = CodebookForm(3, 128, learn=2)
+FORM = CodebookForm(3, 128, reorder=True, learn=2)
 
 
 def test_a_conversion_that_is_cut_short_goes_on_to_the_same_bits(

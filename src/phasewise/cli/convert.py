@@ -107,7 +107,7 @@ def weights(
             metavar="FORM",
             help="int4 or int8, and its knobs: group=32|64|128.., zeros=true, calibrate=rtn|gptq|awq, act_order=true. "
             "Or lq: rank=8, bits=5, fisher=true, finetune=STEPS. "
-            "Or codebook: bits=2|3|4, group=64|128, reorder=true, learn=ROUNDS. Or nm: pattern=2:4|1:4|1:8.",
+            "Or codebook: bits=2|3|4, group=64|128, learn=ROUNDS, reorder=true. Or nm: pattern=2:4|1:4|1:8.",
         ),
     ] = "int4:group=64",
     tokens: Annotated[
@@ -134,8 +134,8 @@ def weights(
     lq is LQ-LoRA (arXiv 2311.12023): few bits, of a kind for each layer, and a low-rank pair beside them, bits=5 a
     weight together. Errors are weighed by squared gradients (fisher=true), and pairs learn for finetune=24 steps.
 
-    codebook is JLCM (arXiv 2309.17361): 64 outputs of alike neurons share the values of their levels, which are
-    learned with the levels for the outputs of each layer over the calibration texts.
+    codebook is JLCM (arXiv 2309.17361): 64 outputs share the values of their levels, which are learned with the levels
+    for what each layer puts out over the calibration texts.
 
     nm keeps the N largest of every M weights: 2:4 in 9 bits a weight, 1:4 in 4.5, 1:8 in 2.5. What that loses,
     `phasewise train sparsify` learns again.

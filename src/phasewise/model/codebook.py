@@ -51,7 +51,7 @@ class CodebookForm:
 
     bits: int = 4
     group: int = 128
-    reorder: bool = True
+    reorder: bool = False
     learn: int = 8
 
     @property

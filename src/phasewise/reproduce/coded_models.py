@@ -97,7 +97,7 @@ def nf4(weight: Tensor) -> Tensor:
 
 
 CODED: dict[str, Callable[[Path], None]] = {
-    **{f"pocket-codebook-{bits}": partial(in_codebooks, CodebookForm(bits, GROUP), "kmeans") for bits in BITS},
+    **{f"pocket-codebook-{bits}": partial(in_codebooks, CodebookForm(bits, GROUP, True), "kmeans") for bits in BITS},
     **{f"pocket-kmeans-{bits}": partial(in_codebooks, CodebookForm(bits, GROUP, False, 0), "kmeans") for bits in BITS},
     **{f"pocket-uniform-{bits}": partial(in_codebooks, CodebookForm(bits, GROUP, False, 0), "uniform")
        for bits in BITS},
