@@ -398,6 +398,7 @@ int main(int count, char** words) {
   }
   stack_cases();
   votes_cases();
+  codes_cases();
   for (Shape shape : {Shape{4, 2, 64}, Shape{9, 3, 32}, Shape{5, 1, 128}, Shape{20, 1, 96}})
     for (long low : {2, 4, 8}) {
       classed_case(shape, 8, low, 100, 1300, 1), classed_case(shape, 4, low < 8 ? low : 4, 7, 300, 3);

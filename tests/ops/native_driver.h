@@ -35,6 +35,7 @@ void choose_slots(const VotesCall* call);
 
 void stack_cases();  // native_driver_stack.cpp
 void votes_cases();  // native_driver_votes.cpp
+void codes_cases();  // native_driver_codes.cpp
 
 // ---- numbers
 inline std::mt19937& generator() {

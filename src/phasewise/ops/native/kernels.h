@@ -20,7 +20,7 @@ struct Rows {  // a matrix whose rows are contiguous; data null: none
 // How a part of a layer's weights is packed and multiplied: forms.h says what every form can do.
 // From WEIGHTS_LEVELS on every kind of few bits (level_kinds.h) is two forms, for rows in bfloat16 and in int8 (levels
 // that are no whole numbers: in bfloat16 both).
-constexpr long LEVEL_KINDS = 28;
+constexpr long LEVEL_KINDS = 28, FIRST_CODES = 19;  // the latter: the first kind with codebooks
 enum WeightForm { WEIGHTS_BFLOAT16, WEIGHTS_INT8, WEIGHTS_LEVELS, WEIGHT_FORMS = WEIGHTS_LEVELS + 2 * LEVEL_KINDS };
 
 struct WeightsPart {    // consecutive outputs of a layer that share a form, packed by `linear_pack`

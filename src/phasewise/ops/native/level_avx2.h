@@ -28,7 +28,7 @@ struct LevelChunk {                          // of a panel
   const uint8_t* next;  // what is read after it, or null
   long next_bytes;
   alignas(64) float d[MOST_GROUPS][WIDTH], m[MOST_GROUPS][WIDTH];
-  alignas(32) float codebook[16];  // of kinds that have one
+  alignas(32) float codebook[3][16];  // of kinds that have one; times 1, 2^8 and 2^16, see place_of_level
 };
 
 // Fetches what comes after a chunk while it is multiplied, in equal shares: memory works meanwhile. The hardware alone
@@ -81,7 +81,7 @@ using Alike = std::conditional_t<Kind::SPARSE, Kind,
 template <class Kind> constexpr int PARTS = Kind::GROUP < SECTION ? 2 : 1;  // groups of a section
 
 template <class Levels> inline Section<Levels> chunk_section(const LevelChunk& chunk, long index) {
-  if constexpr (Levels::CODES) return {chunk.sections[index], chunk.codebook};
+  if constexpr (Levels::CODES) return {chunk.sections[index], chunk.codebook[0]};
   else return {chunk.sections[index]};
 }
 
@@ -92,7 +92,8 @@ template <class Kind, int ZERO> void read_chunk(const uint8_t* panel, long first
   for (long i = 0; i < count; i++) to.sections[i] = panel + section_at<Kind>(first + i);
   to.count = count, to.inputs = Kind::GROUP, to.groups = count * SECTION / Kind::GROUP;
   const uint8_t* head = panel + PANEL_START<Kind> + first / SECTIONS<Kind> * PANEL_BLOCK<Kind>;
-  for (int i = 0; Kind::CODES && i < 16; i++) to.codebook[i] = codebook_value(panel, i);
+  for (int i = 0; Kind::CODES && i < 48; i++)
+    to.codebook[i / 16][i % 16] = codebook_value(panel, i % 16) * (float)(1 << i / 16 * 8);
   for (long from = 0; from < to.groups; from += GROUPS, head += PANEL_BLOCK<Kind>)
     for (long at = 0; at < WIDTH; at += LANES)
       for (long g = 0; g < GROUPS; g++) {
@@ -349,7 +350,7 @@ __attribute__((always_inline)) inline void floats_step(F (&acc)[R][W], Section<L
     const auto* masks = hidden(&Floats::MASKS);
     auto weights = [&](int j) {
       if constexpr (Levels::CODES)
-        return section.value(step, i, at + j * LANES) * (float)(1 << place_of_level(false, nibble));
+        return section.value(step, i, place_of_level(false, nibble) / 8, at + j * LANES);
       else
         return Floats::of(Floats::word(section, step, nibble, at + j * LANES), nibble, Floats::mask(masks, nibble));
     };

@@ -62,7 +62,7 @@ template <class Kind> inline int code_at(const uint8_t* section, long output, lo
 }
 
 // What a section of a panel holds for the LANES outputs from `at` on. `book` are the panel's 32 values in bfloat16, or
-// with AVX2 the first 16 of them as floats.
+// with AVX2 the first 16 of them as floats, then these times 2^8, and times 2^16.
 template <class Kind> struct Section<Kind, true> {
   typedef std::conditional_t<LANES == 8, float, uint16_t> Value;
   const uint8_t* data;
@@ -82,12 +82,13 @@ template <class Kind> struct Section<Kind, true> {
   }
 
 #if LANES == 8
-  // The value of an input of a step.
-  __attribute__((always_inline)) F value(long step, int input, long at) const {
+  // The value of an input of a step, from one of the three tables.
+  __attribute__((always_inline)) F value(long step, int input, int table, long at) const {
+    const float* values = book + table * 16;
     const __m256i level = (__m256i)codes(step, input / 2, input % 2 * 16, at);
-    const __m256 low = _mm256_permutevar8x32_ps(load<__m256>(book), level);  // by the three lowest bits
+    const __m256 low = _mm256_permutevar8x32_ps(load<__m256>(values), level);  // by the three lowest bits
     if constexpr (Kind::BITS < 4) return (F)low;
-    const __m256 high = _mm256_permutevar8x32_ps(load<__m256>(book + 8), level);
+    const __m256 high = _mm256_permutevar8x32_ps(load<__m256>(values + 8), level);
     return (F)_mm256_blendv_ps(low, high, (__m256)((I)level << 28));
   }
 #else

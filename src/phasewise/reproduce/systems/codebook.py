@@ -41,7 +41,7 @@ def setting(name: str, bits: int | None = None) -> Setting:
 ON, KMEANS, INT4 = setting("codebook", 4), setting("kmeans", 4), setting("int4")
 FOUR_BITS = {  # of 4.13 to 4.5 bits a weight with their scales
     "even levels with the best scales": setting("uniform", 4), "int4": INT4, "int4 by GPTQ": setting("int4-gptq"),
-    "NF4": setting("nf4"), "IQ4_NL": setting("iq4-nl"), "even levels that learn likewise": setting("even", 4),
+    "NF4": setting("nf4"), "IQ4_NL": setting("iq4-nl"),
 }  # fmt: skip
 
 
@@ -121,10 +121,18 @@ def reordered(lab: Lab) -> AttemptOutcome:
 
 
 def at(bits: int) -> dict[str, Setting]:
-    """Rivals of as many bits."""
-    return {"codebooks by k-means": setting("kmeans", bits),
-            "even levels with the best scales": setting("uniform", bits),
-            "even levels that learn likewise": setting("even", bits)}  # fmt: skip
+    """What has as many bits and does not learn."""
+    return {
+        "codebooks by k-means": setting("kmeans", bits),
+        "even levels with the best scales": setting("uniform", bits),
+    }
+
+
+def added(lab: Lab) -> AttemptOutcome:
+    """What codebooks add to learning: KL of the method, and of even levels whose scales and mapping learn likewise."""
+    found = [nearer(bits, {"even levels": setting("even", bits)}, lab) for bits in BITS]
+    words = [f"with {bits} bits {each.measured}" for bits, each in zip(BITS, found)]
+    return AttemptOutcome(all(each.passed for each in found), "; ".join(words))
 
 
 def likelier(bits: int, rivals: dict[str, Setting], lab: Lab) -> AttemptOutcome:
@@ -161,6 +169,7 @@ SYSTEM = System(
         Attempt("cost", "bytes of all linear layers", "4, 3 or 2 bits, a scale per 128 inputs, codebooks", held),
         Attempt("mechanism", "squared error of layers' outputs", "below k-means' in each layer", learns),
         Attempt("mechanism", "reordering alone", "errors at least 1 % below those without, and KL too", reordered),
+        Attempt("mechanism", "KL, codebooks against even levels that learn", "below theirs, whatever the bits", added),
         Attempt("answers", "KL with 4 bits", "below each rival of 4.13 to 4.5 bits", partial(nearer, 4, FOUR_BITS),
                 model="pocket"),
         Attempt("answers", "KL with 3 bits", "below each rival of as many bits", partial(nearer, 3, at(3)),
@@ -178,6 +187,6 @@ SYSTEM = System(
     ),
     timings=(Timing("time per token, one request", 1.0, against="int4", seconds=loads.pace, load=loads.lone(PROMPT, 64),
                     settings={"int4": INT4}, price=True),),
-    note="A scale for every 128 inputs of an output is added here, for the method and for even levels alike. Levels "
-    "that learn likewise are even and stay so, while scales and mapping learn: what they lack are codebooks.",
+    note="A scale for every 128 inputs of an output is added here, for the method and for even levels alike. The "
+    "method reorders neurons as the paper says; `phasewise convert weights` does not unless it is asked.",
 )  # fmt: skip
