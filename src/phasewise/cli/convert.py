@@ -11,6 +11,7 @@ import typer
 from phasewise.errors import UserError
 
 if TYPE_CHECKING:
+    from phasewise.model.lq import LQForm
     from phasewise.model.nm import NMPattern
     from phasewise.train.few_bits import LinearError
     from phasewise.train.lq_job import Converted
@@ -131,9 +132,7 @@ def weights(
 
     lq is LQ-LoRA (arXiv 2311.12023): few bits, of a kind for each layer, and a low-rank pair beside them, bits=5 a
     weight together. Errors are weighed by squared gradients (fisher=true), and pairs learn for finetune=24 steps.
-
-    nm keeps the N largest of every M weights: 2:4 in 9 bits a weight, 1:4 in 4.5, 1:8 in 2.5. What that loses,
-    `phasewise train sparsify` learns again.
+    nm keeps the N largest of every M weights; `phasewise train sparsify` learns what that loses.
 
     A conversion that was cut short leaves OUT.parts, from which --resume goes on to the same bits.
 
@@ -155,13 +154,7 @@ def weights(
     elif low_rank is None:
         _round(model, out, weights, tokens, text, seed, resume)
     else:
-        from phasewise.cli.progress import counting
-        from phasewise.train.lq_job import LQJob
-        from phasewise.train.lq_job import convert as split
-
-        converted = split(LQJob(model, out, low_rank, tokens, text, seed, resume), counting)
-        _tell_errors(converted.errors)
-        _tell_allocation(converted)
+        _split(model, out, low_rank, tokens, text, seed, resume)
     _tell_result(model, out, windows, seed)
 
 
@@ -176,6 +169,17 @@ def _round(model: str, out: Path, weights: str, tokens: int, text: Path | None, 
     if how.calibrate == "rtn" and text is not None:
         raise UserError(f"--text {text} is for calibrate=gptq or awq: add one of them to --weights, or leave it out")
     _tell_errors(make(FewBitsJob(model, out, form, how, tokens, text, seed, resume), counting))
+
+
+def _split(model: str, out: Path, form: LQForm, tokens: int, text: Path | None, seed: int, resume: bool) -> None:
+    """Levels of a kind for each layer, and pairs of low rank."""
+    from phasewise.cli.progress import counting
+    from phasewise.train.lq_job import LQJob
+    from phasewise.train.lq_job import convert as split
+
+    converted = split(LQJob(model, out, form, tokens, text, seed, resume), counting)
+    _tell_errors(converted.errors)
+    _tell_allocation(converted)
 
 
 def _prune(model: str, out: Path, pattern: NMPattern) -> None:
