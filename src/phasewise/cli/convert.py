@@ -12,6 +12,7 @@ from phasewise.errors import UserError
 
 if TYPE_CHECKING:
     from phasewise.model.codebook import CodebookForm
+    from phasewise.model.lq import LQForm
     from phasewise.model.nm import NMPattern
     from phasewise.train.few_bits import LinearError
     from phasewise.train.lq_job import Converted
@@ -170,13 +171,7 @@ def _convert(model: str, out: Path, weights: str, tokens: int, text: Path | None
     elif low_rank is None:
         _round(model, out, weights, tokens, text, seed, resume)
     else:
-        from phasewise.cli.progress import counting
-        from phasewise.train.lq_job import LQJob
-        from phasewise.train.lq_job import convert as split
-
-        converted = split(LQJob(model, out, low_rank, tokens, text, seed, resume), counting)
-        _tell_errors(converted.errors)
-        _tell_allocation(converted)
+        _split(model, out, low_rank, tokens, text, seed, resume)
 
 
 def _round(model: str, out: Path, weights: str, tokens: int, text: Path | None, seed: int, resume: bool) -> None:
@@ -205,6 +200,17 @@ def _learn(
     print(f"\n{made.bits:.3f} bits a weight with scales and codebooks")
     if form.learn:
         print(f"squared errors of outputs {made.less:.1%} below those of k-means alone, a mean over linear layers")
+
+
+def _split(model: str, out: Path, form: LQForm, tokens: int, text: Path | None, seed: int, resume: bool) -> None:
+    """Levels of a kind for each layer, and pairs of low rank."""
+    from phasewise.cli.progress import counting
+    from phasewise.train.lq_job import LQJob
+    from phasewise.train.lq_job import convert as split
+
+    converted = split(LQJob(model, out, form, tokens, text, seed, resume), counting)
+    _tell_errors(converted.errors)
+    _tell_allocation(converted)
 
 
 def _prune(model: str, out: Path, pattern: NMPattern) -> None:

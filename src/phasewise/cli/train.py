@@ -108,12 +108,12 @@ class Fading:
 
     dense: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Share of the steps, at first, in which no weight fades (decay).")
-    ] = 0.1
+    ] = 0.05
     sparse: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Share of the steps, at last, in which the others are 0 (decay).")
-    ] = 0.3
+    ] = 0.4
     fade: Annotated[Literal["linear", "exponential"], typer.Option(help="How weights fade in between (decay).")] = (
-        "linear"
+        "exponential"
     )
     rate: Annotated[float, typer.Option(min=1e-8, help="Learning rate.")] = 1e-3
 
