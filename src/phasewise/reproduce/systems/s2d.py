@@ -154,10 +154,11 @@ SYSTEM = System(
         Counter("guesses verified", f"{K} a pass after the prompts'", lambda case: case.work.drafted,
                 lambda case: K * (case.work.forwards - len(case.entries)), bound="at most"),
         Counter("layers of the draft, thresholds of 0", "one for each of its passes",
-                lambda case: case.work.draft_depth, lambda case: case.work.draft_forwards, who=leaving("0")),
+                lambda case: case.work.draft_depth, lambda case: case.work.draft_forwards, load=LOAD,
+                who=leaving("0")),
         Counter("layers of the draft, thresholds of 1", f"{DEPTHS[-1]} for each of its passes",
                 lambda case: case.work.draft_depth, lambda case: DEPTHS[-1] * case.work.draft_forwards,
-                who=leaving("1")),
+                load=LOAD, who=leaving("1")),
     ),
     savings=(
         Saving("passes per token", passes, "baseline", 1.2),
