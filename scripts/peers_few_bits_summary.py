@@ -1,7 +1,7 @@
 """Tables of what `scripts/peers.py all --few-bits` wrote: python scripts/peers_few_bits_summary.py FILE
 
-For each size the medians of the rounds, and how far this engine, with rows in int8 and in bfloat16, is ahead of the
-others and of its own int8: medians of the ratios of the rounds, with their range.
+Medians of the rounds in tokens per second, and how far this engine, with rows in int8 and in bfloat16, is ahead of the
+others and of its own int8 of a checkpoint in bfloat16: medians of the ratios of the rounds, with their range.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
-OURS = "phasewise"
 TESTS = ("prefill512", "decode1", "decode8", "decode16")
 Rounds = dict[int, float]
 Found = Mapping[str, Mapping[str, Rounds]]  # by contender, by test: tokens/s of each round
@@ -42,31 +41,41 @@ def ahead(ours: Rounds, theirs: Rounds) -> str:
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
-def table(size: str, found: Found, memory: Mapping[str, float]) -> list[str]:
-    lines = [
-        f"| {size} | prompt of 512 | decode 1 | decode 8 | decode 16 | peak MB |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
-    for name, tests in sorted(found.items()):
-        cells = [f"{statistics.median(tests[test].values()):,.4g}" if tests.get(test) else "-" for test in TESTS]
-        lines.append(f"| {name} | {' | '.join(cells)} | {memory[name]:,.0f} |")
-    lines += ["", f"| {size}: this engine ahead of | prompt of 512 | decode 1 | decode 8 | decode 16 |",
-              "|---|---:|---:|---:|---:|"]  # fmt: skip
-    ours = [name for name in found if name.startswith(OURS) and "rows in" in name]
-    others = [name for name in sorted(found) if name not in ours]
-    for own in sorted(ours):
-        rows = own.rpartition(", ")[2]
-        for other in others:
-            cells = [ahead(found[own].get(test, {}), found[other].get(test, {})) for test in TESTS]
-            lines.append(f"| {other}, {rows} | {' | '.join(cells)} |")
+def medians(found: dict[str, Found], memory: Mapping[str, Mapping[str, float]]) -> list[str]:
+    lines = ["| | | rounds | prompt of 512 | decode 1 | decode 8 | decode 16 | peak MB |",
+             "|---|---|---:|---:|---:|---:|---:|---:|"]  # fmt: skip
+    for size, each in found.items():
+        for name, tests in sorted(each.items()):
+            cells = [f"{statistics.median(tests[test].values()):,.4g}" if tests.get(test) else "-" for test in TESTS]
+            rounds = max(map(len, tests.values()))
+            lines.append(f"| {size} | {told(name)} | {rounds} | {' | '.join(cells)} | {memory[size][name]:,.0f} |")
     return lines
+
+
+def ratios(found: dict[str, Found]) -> list[str]:
+    lines = ["| | rows in | against | prompt of 512 | decode 1 | decode 8 | decode 16 |",
+             "|---|---|---|---:|---:|---:|---:|"]  # fmt: skip
+    for size, each in found.items():
+        ours = sorted((name for name in each if "rows in" in name), reverse=True)
+        for own in ours:
+            for other in sorted(name for name in each if name not in ours):
+                cells = [ahead(each[own].get(test, {}), each[other].get(test, {})) for test in TESTS]
+                lines.append(f"| {size} | {own.rpartition(' ')[2]} | {told(other)} | {' | '.join(cells)} |")
+    return lines
+
+
+def told(name: str) -> str:
+    """A contender's name without that of the file, which the size tells."""
+    peer, _, rest = name.partition(" ")
+    rows = rest.partition(", ")[2]
+    return f"{peer}, {rows}" if rows else f"{peer} int8, expanded" if rest == "int8" else peer
 
 
 def main() -> None:
     if len(sys.argv) != 2:
         sys.exit(__doc__)
     found, memory = read(Path(sys.argv[1]))
-    print("\n\n".join("\n".join(table(size, each, memory[size])) for size, each in found.items()))
+    print("\n".join([*medians(found, memory), "", *ratios(found)]))
 
 
 if __name__ == "__main__":
