@@ -205,7 +205,7 @@ class Model:
 
     def sink_scores(self, layer: int) -> Tensor | None:
         """The scores of a layer's query heads for which there is no row, float32 [Hq]; None where there are none."""
-        return self.layers[layer].sink_scores
+        return self.layers[layer].sink_scores if self.config.sink_scores else None
 
     def head(self, x: Tensor) -> Tensor:
         """[R, d] -> logits [R, V] in float32, final norm and softcap included."""
