@@ -17,7 +17,7 @@ from phasewise.ops import native
 from phasewise.ops.linear import Linear
 from phasewise.ops.native import stack, weights
 from phasewise.ops.native.abi import PlanesStruct
-from phasewise.ops.native.stack import Stack, StackExperts, StackLayer, StackShape, StackSpan, Turns
+from phasewise.ops.native.stack import Stack, StackExperts, StackGate, StackLayer, StackShape, StackSpan, Turns
 from phasewise.ops.native.weights import FORMS, PackedWeights
 from tests.ops.targets import EACH
 
@@ -42,7 +42,7 @@ def layer(
     """A layer without norms, of one head that holds nothing."""
     hidden = table.shape[1]
     attention = packed(torch.zeros(3 * DIM, hidden), int8=int8), packed(torch.zeros(hidden, DIM), int8=int8)
-    only = StackLayer(attention, mlp, [None] * 4, None, False, activation, None, None, 1.0, None)
+    only = StackLayer(attention, mlp, [None] * 4, None, False, StackGate(activation), None, None, 1.0, None)
     return Stack([only], StackShape(hidden, 1, 1, DIM), table)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from phasewise.ops import native
 from phasewise.ops.native import head, stack, weights
 from phasewise.ops.native.head import Head
-from phasewise.ops.native.stack import Stack, StackLayer, StackShape
+from phasewise.ops.native.stack import Stack, StackGate, StackLayer, StackShape
 from phasewise.ops.native.weights import PackedPart, PackedWeights, pack
 from tests.ops.targets import EACH
 from tests.ops.test_native_curves import DIM, run
@@ -70,7 +70,7 @@ def test_a_stack_whose_layers_mix_forms(qkv: tuple[str, ...]) -> None:
     gate_up = PackedWeights.of([part(INNER, HIDDEN, form) for form in ("int8", "bfloat16")], None)
     down = PackedWeights.of([part(HIDDEN, INNER, "bfloat16")], None)
     table = PackedWeights.of([part(70, HIDDEN, "bfloat16"), part(60, HIDDEN, "int8")], None)
-    layer = StackLayer(attention, (gate_up, down), [None] * 4, None, False, "relu", None, None, 1.0, None)
+    layer = StackLayer(attention, (gate_up, down), [None] * 4, None, False, StackGate("relu"), None, None, 1.0, None)
     call = Stack([layer], StackShape(HIDDEN, 1, 1, DIM), table)
     for size in SIZES:
         tokens = range(130 - size, 130)

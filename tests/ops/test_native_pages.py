@@ -21,7 +21,7 @@ from phasewise.ops.native import listed, stack, weights
 from phasewise.ops.native.abi import LayerChoiceStruct, PlanesStruct, Structures
 from phasewise.ops.native.choice import ALL, CHOSEN, PROMISE, Candidates, Chosen, Ways
 from phasewise.ops.native.listed import Listed, Pages
-from phasewise.ops.native.stack import Halves, PassBuffers, Stack, StackLayer, StackShape, StackSpan, Turns
+from phasewise.ops.native.stack import Halves, PassBuffers, Stack, StackGate, StackLayer, StackShape, StackSpan, Turns
 from phasewise.ops.native.weights import PackedWeights
 from tests.ops.targets import EACH
 
@@ -50,7 +50,7 @@ def model(heads: int, group: int, dim: int) -> Stack:
         StackLayer(
             (packed(qkv, HIDDEN, 0.3), packed(HIDDEN, heads * group * dim, 0.2)),
             (packed(32, HIDDEN, 0.2), packed(HIDDEN, 16, 0.2)),
-            [None] * 4, None, False, "silu", None, None, SCALE, None,
+            [None] * 4, None, False, StackGate("silu"), None, None, SCALE, None,
         )
         for _ in range(LAYERS)
     ]  # fmt: skip

@@ -86,7 +86,7 @@ class StackLayer:
     window: int | None
     scale: float
     softcap: float | None
-    sink_scores: Tensor | None  # float32 [Hq], as in kernels.h
+    sink_scores: Tensor | None = None  # float32 [Hq], as in kernels.h
     beside: Sequence[LowRank | None] = ()
 
 
