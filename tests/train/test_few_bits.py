@@ -214,17 +214,17 @@ def test_a_conversion_that_is_cut_short_goes_on_to_the_same_bits(
                                                                 (1, "qkv")]  # fmt: skip
     assert all(0 < each.weights < 1 and each.outputs is not None and 0 < each.outputs < 1 for each in errors)
 
-    real, count = few_bits._Run._save, []
+    real, count = few_bits.save_whole, []
 
-    def killed(self: Any, path: Path, *told: Any) -> None:
+    def killed(path: Path, *told: Any) -> None:
         count.append(path.name)
         if count[-1].startswith("layer-00001"):
             raise KeyboardInterrupt
-        real(self, path, *told)
+        real(path, *told)
 
     cut = FewBitsJob(str(base), tmp_path / "cut", G32, how, tokens=200)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(few_bits._Run, "_save", killed)
+        patched.setattr(few_bits, "save_whole", killed)
         convert(cut, silent)
     assert not cut.out.exists() and (cut.aside / "layer-00000.safetensors").is_file()
     handed_on_is_what_the_rounded_layer_makes(cut, tmp_path / "whole")

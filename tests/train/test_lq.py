@@ -240,24 +240,25 @@ def test_a_conversion_that_is_cut_short_goes_on_to_the_same_bits(
                                                                       (0, "down"), (1, "qkv")]  # fmt: skip
     assert whole.bits <= 6.5 and whole.same is not None and whole.choice.error <= whole.same.error
 
-    def dies_after(name: str, calls: int) -> Any:
-        real, count = getattr(lq_job._Run, name), []
+    def dies_after(of: Any, name: str, calls: int) -> Any:
+        real, count = getattr(of, name), []
 
-        def killed(self: Any, *told: Any) -> Any:
+        def killed(*told: Any) -> Any:
             count.append(told)
             if len(count) > calls:
                 raise KeyboardInterrupt
-            return real(self, *told)
+            return real(*told)
 
         return killed
 
     job = LQJob(base, tmp_path / "cut", FORM, tokens=300)
-    for name, calls in (("_tried", 3), ("_save", 2)):  # between matrices; after two layers that are split
+    # between matrices; after two layers that are split
+    for of, name, calls in ((lq_job._Run, "_tried", 3), (lq_job, "save_whole", 2)):
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(lq_job._Run, name, dies_after(name, calls))
+            patched.setattr(of, name, dies_after(of, name, calls))
             convert(LQJob(**{**vars(job), "resume": job.aside.exists()}), silent)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(lq_job._Run, "_layers", dies_after("_layers", 0))
+        patched.setattr(lq_job._Run, "_layers", dies_after(lq_job._Run, "_layers", 0))
         real = lq_job.tuned
 
         def half(*args: Any) -> Any:

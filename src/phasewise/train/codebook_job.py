@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from phasewise.errors import UserError
@@ -33,6 +33,7 @@ from phasewise.model.source import copy_vocabulary
 from phasewise.train import neuron_order
 from phasewise.train.codebook import LearnedCodebooks, Start, learned, output_errors
 from phasewise.train.few_bits import Bar, LinearError, calibration_texts
+from phasewise.train.layer_parts import LayerParts, save_whole
 from phasewise.train.layer_walk import LayerAtWork, LayerWalk, LinearInputs
 from phasewise.train.neuron_order import NeuronOrder
 
@@ -87,7 +88,7 @@ class _Run:
     """One conversion at work."""
 
     def __init__(self, job: CodebookJob) -> None:
-        self.job = job
+        self.job, self.parts = job, LayerParts(job.aside)
         self.files = files_of(job.model)
         self.config = parse_config(self.files.settings())
         self.tensors = self.files.tensors()
@@ -139,19 +140,19 @@ class _Run:
             if before.get(name) != now:
                 raise UserError(f"{self.job.aside} was begun with {name} {before.get(name)}, not {now}: resume with "
                                 "the same, or remove it")  # fmt: skip
-        return next(i for i in range(self.config.layers + 1) if not self._part(i).is_file())
+        return self.parts.done(self.config.layers)
 
     # ---- layers
     def _learned(self, texts: Sequence[Sequence[int]], done: int) -> Iterator[tuple[int, str]]:
         """Learns the layers that are left, and saves each; gives its number and a word on its errors."""
-        walk = LayerWalk(self.config, self.tensors, texts, done, self._read_hidden(done) if done else None)
+        walk = LayerWalk(self.config, self.tensors, texts, done, self.parts.hidden(done) if done else None)
         for index in range(done, self.config.layers):
             at = walk.next()
             made, told = self._layer(at, at.watch(lambda: walk.run(at)))  # noqa: B023
             walk.hidden = walk.run(at)
-            self._save(self._hidden(index + 1), {str(i): x for i, x in enumerate(walk.hidden)})
-            self._save(self._part(index), made, {ERRORS: json.dumps(told)})
-            self._hidden(index).unlink(missing_ok=True)
+            self.parts.keep_hidden(index + 1, walk.hidden)
+            save_whole(self.parts.part(index), made, {ERRORS: json.dumps(told)})
+            self.parts.forget_hidden(index)
             name, _, worst, _ = max(told, key=lambda each: each[2])
             yield index, f"{name}'s outputs off by {worst:.1%}"
 
@@ -189,40 +190,20 @@ class _Run:
         return {part: each for (part, _), each in zip(parts, torch.split(whole, [rows for _, rows in parts]))}
 
     # ---- parts
-    def _part(self, index: int) -> Path:
-        return self.job.aside / f"layer-{index:05}.safetensors"
-
-    def _hidden(self, index: int) -> Path:
-        """What the texts bring to a layer."""
-        return self.job.aside / f"hidden-{index:05}.safetensors"
-
-    def _read_hidden(self, index: int) -> list[Tensor]:
-        if not self._hidden(index).is_file():
-            raise UserError(f"{self._hidden(index)} is missing, and the conversion cannot go on without: remove "
-                            f"{self.job.aside}, and begin again without --resume")  # fmt: skip
-        found = load_file(self._hidden(index))
-        return [found[str(i)] for i in range(len(found))]
-
-    def _save(self, path: Path, tensors: Mapping[str, Tensor], told: dict[str, str] | None = None) -> None:
-        """A file that is there whole or not at all."""
-        fresh = path.with_suffix(".new")
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, fresh, told)
-        fresh.replace(path)
-
     def _told(self, index: int) -> list[tuple[LinearError, float]]:
-        with safe_open(self._part(index), framework="pt") as file:
+        with safe_open(self.parts.part(index), framework="pt") as file:
             told = json.loads(file.metadata()[ERRORS])
         return [(LinearError(index, name, weights, outputs), before) for name, weights, outputs, before in told]
 
     def _bytes(self) -> int:
         """Of what stands for the matrices."""
-        parts = (load_file(self._part(i)) for i in range(self.config.layers))  # mapped, not read
+        parts = (load_file(self.parts.part(i)) for i in range(self.config.layers))  # mapped, not read
         return sum(tensor.nbytes for part in parts for name, tensor in part.items() if name not in self.tensors.where)
 
     # ---- the result
     def _pieces(self) -> Iterator[dict[str, Tensor]]:
         """All tensors of the new checkpoint: what stays or was only reordered, then layer by layer the rest."""
-        parts = [load_file(self._part(i)) for i in range(self.config.layers)]  # mapped, not read
+        parts = [load_file(self.parts.part(i)) for i in range(self.config.layers)]  # mapped, not read
         changed = {name: part[name] for part in parts for name in part if name in self.tensors.where}
         yield from compressed.others(self.config, self.tensors, changed)
         for part in parts:

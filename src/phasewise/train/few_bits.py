@@ -17,7 +17,7 @@ from random import Random
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from phasewise.errors import UserError
@@ -36,6 +36,7 @@ from phasewise.model.tokenizer import beginning, begun
 from phasewise.model.weights_form import Calibration, WeightsForm
 from phasewise.train.awq import awq_layer
 from phasewise.train.gptq import gptq
+from phasewise.train.layer_parts import LayerParts, save_whole
 from phasewise.train.layer_walk import LayerAtWork, LayerWalk, LinearInputs
 from phasewise.train.rounded_layer import RoundedLayer, RoundedLinear
 
@@ -97,7 +98,7 @@ class _Run:
     """One conversion at work."""
 
     def __init__(self, job: FewBitsJob) -> None:
-        self.job = job
+        self.job, self.parts = job, LayerParts(job.aside)
         self.files = files_of(job.model)
         self.raw = self.files.settings()
         self.config = parse_config(self.raw)
@@ -152,7 +153,7 @@ class _Run:
                 if before.get(name) != self.settings[name]:
                     raise UserError(f"{self.job.aside} was begun with {name} {before.get(name)}, not "
                                     f"{self.settings[name]}: resume with the same, or remove it")  # fmt: skip
-            return next(i for i in range(self.config.layers + 1) if not self._part(i).is_file())
+            return self.parts.done(self.config.layers)
         self.job.aside.mkdir(parents=True)
         file.write_text(json.dumps(self.settings) + "\n", encoding="utf-8")
         return 0
@@ -163,16 +164,16 @@ class _Run:
     # ---- layers
     def _rounded(self, texts: Sequence[Sequence[int]], done: int) -> Iterator[tuple[int, str]]:
         """Rounds the layers that are left, and saves each; gives its number and a word on its errors."""
-        hidden = self._read_hidden(done) if done and texts else None
+        hidden = self.parts.hidden(done) if done and texts else None
         walk = LayerWalk(self.config, self.tensors, texts, done, hidden) if texts else None
         for index in range(done, self.config.layers):
             made = self._nearest(index) if walk is None else self._calibrated(walk, index)
             if walk is not None:
-                self._save(self._hidden(index + 1), {str(i): x for i, x in enumerate(walk.hidden)})
+                self.parts.keep_hidden(index + 1, walk.hidden)
             errors = made.errors()
             told = json.dumps([[name, *both] for name, both in errors.items()])
-            self._save(self._part(index), self._packed(index, made), {ERRORS: told})
-            self._hidden(index).unlink(missing_ok=True)
+            save_whole(self.parts.part(index), self._packed(index, made), {ERRORS: told})
+            self.parts.forget_hidden(index)
             worst = max(errors, key=lambda name: errors[name][0])
             yield index, f"{worst} off by {errors[worst][0]:.1%}"
 
@@ -211,26 +212,6 @@ class _Run:
         return matrices(self.config)
 
     # ---- parts
-    def _part(self, index: int) -> Path:
-        return self.job.aside / f"layer-{index:05}.safetensors"
-
-    def _hidden(self, index: int) -> Path:
-        """What the texts bring to a layer."""
-        return self.job.aside / f"hidden-{index:05}.safetensors"
-
-    def _read_hidden(self, index: int) -> list[Tensor]:
-        if not self._hidden(index).is_file():
-            raise UserError(f"{self._hidden(index)} is missing, and the conversion cannot go on without: remove "
-                            f"{self.job.aside}, and begin again without --resume")  # fmt: skip
-        found = load_file(self._hidden(index))
-        return [found[str(i)] for i in range(len(found))]
-
-    def _save(self, path: Path, tensors: Mapping[str, Tensor], told: dict[str, str] | None = None) -> None:
-        """A file that is there whole or not at all."""
-        fresh = path.with_suffix(".new")
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, fresh, told)
-        fresh.replace(path)
-
     def _packed(self, index: int, made: RoundedLayer) -> dict[str, Tensor]:
         """The tensors of a layer by their names in the checkpoint."""
         found, names = dict(made.changed), layout(self.config)
@@ -242,7 +223,7 @@ class _Run:
         return found
 
     def _errors(self, index: int) -> list[LinearError]:
-        with safe_open(self._part(index), framework="pt") as file:
+        with safe_open(self.parts.part(index), framework="pt") as file:
             told = json.loads(file.metadata()[ERRORS])
         return [LinearError(index, name, weights, outputs) for name, weights, outputs in told]
 
@@ -250,7 +231,7 @@ class _Run:
     def _pieces(self) -> Iterator[dict[str, Tensor]]:
         """All tensors of the new checkpoint: what stays, then layer by layer what does not."""
         changed: dict[str, Tensor] = {}
-        parts = [load_file(self._part(i)) for i in range(self.config.layers)]  # mapped, not read
+        parts = [load_file(self.parts.part(i)) for i in range(self.config.layers)]  # mapped, not read
         for part in parts:
             changed |= {name: part[name] for name in part if name in self.tensors.where}
         yield from compressed.others(self.config, self.tensors, changed)
@@ -262,7 +243,7 @@ class _Run:
         if job.gguf:
             changed: dict[str, Tensor] = {}
             for i in range(self.config.layers):
-                part = load_file(self._part(i))
+                part = load_file(self.parts.part(i))
                 changed |= {name: part[name] for name in part if name in self.tensors.where}
             gguf_file.write(self.files, job.out, job.form, self._levels(), changed)
             return
@@ -277,7 +258,7 @@ class _Run:
         where = {name: int(name.split(".")[2]) for name in self._matrices}
 
         def found(name: str) -> Levels:
-            with safe_open(self._part(where[name]), framework="pt") as file:
+            with safe_open(self.parts.part(where[name]), framework="pt") as file:
                 ends = [name + end for end in (compressed.PACKED, compressed.SCALE, compressed.ZERO)]
                 tensors = {each: file.get_tensor(each) for each in ends if each in file.keys()}  # noqa: SIM118
             return compressed.unpacked(name, tensors, self.job.form)

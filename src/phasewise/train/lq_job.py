@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import Adam
@@ -41,6 +41,7 @@ from phasewise.train import dense, few_bits, lq
 from phasewise.train.dense import PLAIN, DenseDecoder, TokenBlock
 from phasewise.train.device import halved
 from phasewise.train.few_bits import Bar, LinearError
+from phasewise.train.layer_parts import save_whole
 from phasewise.train.lowrank import LowRank
 from phasewise.train.lq import KindChoice, LayerSplit
 from phasewise.train.passes import Pass
@@ -231,7 +232,7 @@ class _Run:
         if not file.is_file():
             texts = self._texts(self.job.tokens)[:EXAMPLES]
             with bar("squaring gradients", len(texts)) as tell:
-                self._save(file, squared_gradients(self.twin(), texts, self.matrices, tell))
+                save_whole(file, squared_gradients(self.twin(), texts, self.matrices, tell))
         return load_file(file)
 
     # ---- kinds
@@ -271,19 +272,13 @@ class _Run:
                     made = self._one(weight, kind, matrix.rank, fisher.get(matrix.key), lq.ROUNDS)
                     off = float((weight - made.values()).norm() / weight.norm().clamp_min(1e-30))
                     pair = {} if made.pair is None else {DOWN: made.pair.down, UP: made.pair.up}
-                    self._save(file, {"raw": made.coded.raw, **pair}, {ERRORS: json.dumps([off, made.error])})
+                    save_whole(file, {"raw": made.coded.raw, **pair}, {ERRORS: json.dumps([off, made.error])})
                 with safe_open(file, framework="pt") as opened:
                     off, error = json.loads(opened.metadata()[ERRORS])
                 layer, _, name = matrix.key.partition(".")
                 found.append((LinearError(int(layer), name, off, None), error))
                 tell(number + 1, f"{matrix.key} in {kind}, off by {off:.1%}")
         return found
-
-    def _save(self, path: Path, tensors: Mapping[str, Tensor], told: dict[str, str] | None = None) -> None:
-        """A file that is there whole or not at all."""
-        fresh = path.with_suffix(".new")
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, fresh, told)
-        fresh.replace(path)
 
     def _write_json(self, path: Path, value: object) -> None:
         fresh = path.with_suffix(".new")
@@ -315,7 +310,7 @@ class _Run:
                 tell(run.step, f"{loss:.4f} nats from the model")
                 if run.step % SAVED == 0:
                     run.write(checkpoint)
-        self._save(file, {name: half.detach().bfloat16() for name, half in run.model.tensors().items()})
+        save_whole(file, {name: half.detach().bfloat16() for name, half in run.model.tensors().items()})
 
     # ---- the result
     def _layers(self, choice: KindChoice) -> Iterator[LQLayer]:
