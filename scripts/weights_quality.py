@@ -15,13 +15,16 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
+import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import TypedDict
 
-from phasewise.bench import machine, report
+from phasewise.bench import machine, quality, report
 from phasewise.bench.divergence import compared, loss_table, windows
 from phasewise.bench.rows import index
 from phasewise.cli.evaluate import judge_of
@@ -38,6 +41,17 @@ from phasewise.train.prune import PruneJob, prune
 FORMS = ["bfloat16", "int8", "int8:group=32", "int4:group=32", "int4:group=32,zeros=true", "int4:group=64",
          "int4:group=64,zeros=true", "int4:group=128", "int4:group=64,calibrate=gptq", "int4:group=64,calibrate=awq",
          "int4:group=64,zeros=true,calibrate=gptq"]  # fmt: skip
+
+
+class Scored(TypedDict):
+    """A row of `phasewise eval`: its unit, and what each example came to."""
+
+    unit: str
+    values: list[float]
+
+
+Kept = dict[str, Scored]
+"""The rows of one form, by name."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -64,7 +78,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tasks", default="suited", help="rows of `phasewise eval`: names, suited, or none")
     parser.add_argument("--examples", type=int, default=100, help="per task")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep", help="folder for converted models, which are taken from there if they are")
+    parser.add_argument(
+        "--keep", help="folder for converted models and judged rows, which are taken from there if they are"
+    )
     return parser.parse_args(argv)
 
 
@@ -95,7 +111,7 @@ def measure(model: str, asked: argparse.Namespace, folder: Path, sibling: Module
     print(report.markdown(*loss_table({model: found}, asked.forms[0])), flush=True)
     loaded.clear()
     if asked.tasks != "none":
-        judge(model, said, asked, sibling)
+        judge(model, said, asked, folder)
 
 
 def options(model: str, form: str, folder: Path) -> EngineOptions:
@@ -104,7 +120,7 @@ def options(model: str, form: str, folder: Path) -> EngineOptions:
         return EngineOptions(model=model, dtype=form)
     if Path(form).is_dir():
         return EngineOptions(model=form)
-    out = folder / f"{Path(model).name}-{form.replace(':', '-').replace(',', '-').replace('=', '')}"
+    out = folder / file_name(model, form)
     if (pattern := parse_nm(form)) is not None:
         if not out.exists():
             prune(PruneJob(model, out, pattern), counting)
@@ -117,26 +133,100 @@ def options(model: str, form: str, folder: Path) -> EngineOptions:
     return EngineOptions(model=str(out))
 
 
-def judge(model: str, said: dict[str, EngineOptions], asked: argparse.Namespace, sibling: ModuleType) -> None:
-    """Print what `phasewise eval` says of each form."""
-    found = {}
+def file_name(model: str, form: str) -> str:
+    """What a form of a model is called in the folder of what is kept."""
+    return f"{Path(model).name}-{Path(form).name.replace(':', '-').replace(',', '-').replace('=', '')}"
+
+
+def judge(model: str, said: dict[str, EngineOptions], asked: argparse.Namespace, folder: Path) -> None:
+    """Print what `phasewise eval` says of each form. What one form came to is kept in `folder` and not judged again."""
+    found: dict[str, Kept] = {}
     for form, engine in said.items():
-        judged = judge_of(engine)
-        context = judged.llm.model.config.max_positions
-        tasks = (
-            index.suited(judged.llm.tokenizer, context, None)[0] if asked.tasks == "suited" else asked.tasks.split(",")
+        path = folder / f"{file_name(model, form)}-{asked.tasks}-{asked.examples}-{asked.seed}.json"
+        if not path.exists():
+            path.write_text(json.dumps(judged(model, form, engine, asked)))
+        found[form] = json.loads(path.read_text())
+        print(f"\n{verdicts(model, found, asked.forms[0])}", flush=True)
+    print(f"\n{rows_table(found)}", flush=True)
+
+
+def judged(model: str, form: str, engine: EngineOptions, asked: argparse.Namespace) -> Kept:
+    """The rows of every task: unit, and what each example came to."""
+    judge = judge_of(engine)
+    suited = index.suited(judge.llm.tokenizer, judge.llm.model.config.max_positions, None)[0]
+    tasks = suited if asked.tasks == "suited" else asked.tasks.split(",")
+    kept: Kept = {}
+    for at, task in enumerate(tasks, 1):
+        with counting(f"{model}, {form}: {task} ({at} of {len(tasks)})", asked.examples) as tell:
+            judge.measure(task, asked.examples, asked.seed, tell)
+        for scores in judge.found[task]:
+            kept[scores.row.name] = {"unit": scores.row.unit, "values": scores.values}
+    judge.llm.close()
+    return kept
+
+
+def verdicts(model: str, found: dict[str, Kept], reference: str) -> str:
+    """One line per form: right answers and losses beside the reference, paired, and the rows that surely got worse."""
+    header = [
+        "model",
+        "weights",
+        "right answers",
+        f"points more than {reference}",
+        "nats/token more",
+        "rows it loses in",
+    ]
+    body = []
+    for form, kept in found.items():
+        units = [(row["unit"], differences(row, found[reference][name])) for name, row in kept.items()]
+        points, nats = (
+            [one for unit, each in units if unit == wanted for one in each] for wanted in ("exact", "nats/token")
         )
-        found[form] = sibling.Judged(weight_bytes=judged.llm.model.weight_bytes)
-        for at, task in enumerate(tasks, 1):
-            with counting(f"{model}, {form}: {task} ({at} of {len(tasks)})", asked.examples) as tell:
-                rows = judged.measure(task, asked.examples, asked.seed, tell)
-            found[form].rows += rows
-            found[form].task += [task] * len(rows)
-        found[form].answers, found[form].losses = judged.answers, judged.losses
-    print(
-        f"\n{model}; weights: {', '.join(f'{form} {report.size(one.weight_bytes)}' for form, one in found.items())}\n"
-    )
-    print(sibling.table(found, asked.forms[0]), flush=True)
+        right = [value for row in kept.values() if row["unit"] == "exact" for value in row["values"]]
+        worse = [name for name, row in kept.items() if loses(row, found[reference][name])]
+        cells = ["-", "-", "-"]
+        if form != reference:
+            cells = [span(points, 100, 1), span(nats, 1, 4), ", ".join(worse) or "none"]
+        body.append([model, form, f"{statistics.fmean(right):.1%} of {len(right)}" if right else "-", *cells])
+    return report.markdown(header, body)
+
+
+def differences(row: Scored, base: Scored) -> list[float]:
+    """What each example came to, less what it came to with the reference."""
+    return [ours - theirs for ours, theirs in zip(row["values"], base["values"], strict=True)]
+
+
+def loses(row: Scored, base: Scored) -> bool:
+    """Whether a row is worse than the reference's by more than the interval of the paired differences."""
+    if row["unit"] not in ("exact", "nats/token"):
+        return False
+    change = quality.mean("", "", differences(row, base))
+    return change.low > 0 if row["unit"] == "nats/token" else change.high < 0
+
+
+def span(values: Sequence[float], scale: float, digits: int) -> str:
+    """The mean of values with its interval, times `scale`."""
+    if not values:
+        return "-"
+    row = quality.mean("", "", values)
+    low, high = (f"{scale * end:+.{digits}f}" for end in (row.low, row.high))
+    return f"{scale * row.value:+.{digits}f} ({low} to {high})"
+
+
+def rows_table(found: dict[str, Kept]) -> str:
+    """Every row of `phasewise eval` by form, with 95 % intervals."""
+    body = []
+    for name, first in next(iter(found.values())).items():
+        cells = []
+        for kept in found.values():
+            values, unit = kept[name]["values"], kept[name]["unit"]
+            if unit == "exact":
+                row = quality.proportion(name, round(sum(values)), len(values))
+                cells.append(f"{row.value:.0%} ({row.low:.0%} to {row.high:.0%})")
+            else:
+                row = quality.mean(name, unit, values)
+                cells.append(f"{row.value:.3f} ({row.low:.3f} to {row.high:.3f})")
+        body.append([f"{name} ({first['unit']})", *cells])
+    return report.markdown(["row", *found], body)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
 from phasewise.request.counters import Counters
 from phasewise.request.params import Params
+from phasewise.train.tasks import held_out
 from tests import tiny
 
 LIMITS = Limits(64 << 20, 8, True)
@@ -38,6 +39,20 @@ def test_questions_of_a_file_by_task(tmp_path: Path) -> None:
     assert questions(path, as_ids, None) == {"rag": [[1], [2], [3], [4], [5], [6]], CHAT: [[3], [4], [5]]}
     assert questions(path, as_ids, 2) == {"rag": [[1], [4]], CHAT: [[3], [4]]}
     assert spread("abc", 5) == "abc"
+
+
+def test_questions_that_training_holds_out(tmp_path: Path) -> None:
+    """What heads learned from this file is no measure of them: its lines are the others."""
+    path = tmp_path / "asked.jsonl"
+    lines = [json.dumps({"prompt": "x" * (i + 1)}) for i in range(64)]
+    path.write_text("\n".join(lines))
+    learned = [len(json.loads(line)["prompt"]) for line in lines if not held_out(line)]
+    (unlearned,) = questions(path, as_ids, None, unlearned=True).values()
+    assert sorted([*(length for (length,) in unlearned), *learned]) == list(range(1, 65))
+    assert 0 < len(unlearned) < 16
+    path.write_text(next(line for line in lines if not held_out(line)))
+    with pytest.raises(UserError, match="holds no question that training holds out"):
+        questions(path, as_ids, None, unlearned=True)
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"turns": []}', '{"turns": [3]}', '{"turns": [""]}', '{"text": "x"}'])

@@ -51,6 +51,7 @@ def test_tables_csv_plot_and_page(cli: Cli, tmp_path: Path) -> None:
         (["--batch", "0"], "batch="),
         (["--draft", "paced"], "--draft"),
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--held-out"], "--prompts FILE"),
         (["--tokens", "100000"], "--tokens"),
     ],
 )

@@ -12,7 +12,7 @@ from phasewise.bench.prompts import text_prompts
 from phasewise.bench.quality import TASKS
 from phasewise.errors import UserError
 from phasewise.known.corpus import sources
-from phasewise.train.tasks import example
+from phasewise.train.tasks import example, held_out
 
 Asked = Mapping[str, Sequence[list[int]]]
 """Task -> prompts, as token ids."""
@@ -27,20 +27,22 @@ CHATS = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "st
 """Categories that Spec-Bench counts as one task, multi-turn conversation (MT-Bench's)."""
 
 
-def questions(path: Path, chat: Chat, per_task: int | None) -> dict[str, list[list[int]]]:
+def questions(path: Path, chat: Chat, per_task: int | None, unlearned: bool = False) -> dict[str, list[list[int]]]:
     """First turns by task, evenly spread ones where `per_task` are fewer. A line is a JSON object with `turns`, a list
-    of texts, or `prompt`, a text; and `category`. Raises UserError naming a line that is none of these."""
+    of texts, or `prompt`, a text; and `category`. With `unlearned`, only lines that training on this file holds out
+    (`train/written.py`). Raises UserError naming a line that is none of these, and if no line is left."""
     found: dict[str, list[str]] = {}
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"prompts={str(path)!r} cannot be read: {error}") from error
     for number, line in enumerate(lines, 1):
-        if line.strip():
+        if line.strip() and (held_out(line) or not unlearned):
             task, text = _question(line, f"{path}, line {number}")
             found.setdefault(task, []).append(text)
     if not found:
-        raise UserError(f"prompts={str(path)!r} holds no question: write one JSON object a line")
+        kind = "question that training holds out (one in 16 is)" if unlearned else "question"
+        raise UserError(f"prompts={str(path)!r} holds no {kind}: write one JSON object a line")
     return {
         task: [chat([{"role": "user", "content": text}]) for text in spread(texts, per_task)]
         for task, texts in found.items()

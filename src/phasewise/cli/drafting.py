@@ -40,6 +40,13 @@ class Questions:
     per_task: Annotated[
         int | None, typer.Option(min=1, help=f"Questions per task. Default: all of a file, {MADE} made ones.")
     ] = None
+    held_out: Annotated[
+        bool,
+        typer.Option(
+            "--held-out",
+            help="Of --prompts only the lines, one in 16, that `phasewise train heads --prompts` does not learn from.",
+        ),
+    ] = False
     tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 128
     batch: Annotated[str, typer.Option(metavar="B,...", help="Numbers of requests at once.")] = "1,8"
     rounds: Annotated[
@@ -49,7 +56,12 @@ class Questions:
 
     def section(self, model: str) -> str:
         """The section of a page, by model, questions and batch: other tables do not replace it."""
-        words = ["draft", model, *([] if self.prompts is None else [self.prompts.stem])]
+        words = [
+            "draft",
+            model,
+            *([] if self.prompts is None else [self.prompts.stem]),
+            *(["held out"] if self.held_out else []),
+        ]
         return " ".join([*words, *([] if self.batch == QUESTIONS.batch else [f"at {self.batch}"])])
 
     def asked(self, llm: LLM) -> Asked:
@@ -57,7 +69,9 @@ class Questions:
         from phasewise.bench.questions import made, questions
 
         if self.prompts is not None:
-            return questions(self.prompts, llm.encode_chat, self.per_task)
+            return questions(self.prompts, llm.encode_chat, self.per_task, self.held_out)
+        if self.held_out:
+            raise UserError("--held-out chooses lines of a file: name one by --prompts FILE.jsonl")
         plain, begin = partial(llm.tokenizer.encode, add_special=False), llm.tokenizer.begin
         return made(llm.encode_chat, plain, begin, self.per_task or MADE, self.seed)
 
@@ -209,7 +223,8 @@ def _tell(run: Drafting, name: str, section: str, asked: Questions, written: Dra
     from phasewise.bench.machine import describe
 
     about, dtype = describe(), str(run.bench.model.dtype).removeprefix("torch.")
-    source = "made questions" if asked.prompts is None else f"questions of {asked.prompts.name}"
+    part = "held-out questions" if asked.held_out else "questions"
+    source = "made questions" if asked.prompts is None else f"{part} of {asked.prompts.name}"
     title = f"{name}, {dtype}, {source}, answers of at most {asked.tokens} tokens, {asked.rounds} rounds"
     found = drafted.results(run.heats)
     notes = [f"not run: {setting}: {reason}" for setting, reason in run.refused.items()]
