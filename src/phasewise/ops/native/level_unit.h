@@ -49,9 +49,10 @@ template <class Op, int C> inline void add_step(const int32_t* weights, bool fir
 }
 
 // to[i] = the products of rows x with group i of the weights' `count` groups. A tile is stored when the unit is at the
-// next ones, else it would wait for each of them.
+// next ones, else it would wait for each of them. What is `ahead` is fetched meanwhile.
 template <class Op>
-inline void sum_groups(const int32_t* weights, const int32_t* x, long stride, long count, UnitSums<Op>* to) {
+inline void sum_groups(const int32_t* weights, const int32_t* x, long stride, long count, Ahead& ahead,
+                       UnitSums<Op>* to) {
   constexpr long WORDS = STEP_WORDS<Op>;
   for (long g = 0; g < count; g++)
     for (long k = 0; k < GROUP_WORDS<Op>; k += WORDS, weights += WORDS * WIDTH, x += WORDS) {
@@ -61,6 +62,7 @@ inline void sum_groups(const int32_t* weights, const int32_t* x, long stride, lo
       add_step<Op, 1>(weights, !k, before);
       add_step<Op, 2>(weights, !k, before);
       add_step<Op, 3>(weights, !k, before);
+      ahead.fetch();
     }
   store_sums((char*)to[count - 1], ACROSS);
 }
@@ -94,13 +96,13 @@ inline void keep_groups(const Weights& weights, const typename Op::Inputs& in, l
 // sums[rows] += at most 16 rows of inputs times the groups of inputs from `from` to `to` of a panel.
 template <class Op, class Weights>
 __attribute__((noinline)) void unit_tile(long rows, const Weights weights, const typename Op::Inputs in, long from,
-                                         long to, F (*sums)[WIDTH / LANES]) {
+                                         long to, Ahead& ahead, F (*sums)[WIDTH / LANES]) {
   typedef typename Op::Kind Kind;
   constexpr long IN_GROUP = IN_GROUP_OF<Kind>;
   alignas(64) UnitSums<Op> of_group[Op::CHUNK_SECTIONS * SECTION / Kind::GROUP];
   const long count = (to - from) * IN_GROUP / Kind::GROUP;
   const int32_t* x = (const int32_t*)in.x + from * IN_GROUP / SECTION * Op::WORDS;
-  sum_groups<Op>(weights.words, x, in.stride, count, of_group);
+  sum_groups<Op>(weights.words, x, in.stride, count, ahead, of_group);
   long row = 0;
   for (; row + 4 <= rows; row += 4) keep_groups<Op, 4>(weights, in, from, count, row, of_group, sums);
   for (; row < rows; row++) keep_groups<Op, 1>(weights, in, from, count, row, of_group, sums);
@@ -115,10 +117,17 @@ template <class Op> void multiply_on_unit(const PartProduct& product, const type
   alignas(64) F sums[UNIT_BLOCK][WIDTH / LANES];
   Chunk<Op> chunk;
   start_tiles(rows < SIDE ? rows : SIDE, STEP_WORDS<Op>);
-  for (long p; (p = product.next_panel()) >= 0;) {
-    const Packed<Kind> panel = {(const uint8_t*)product.part.packed + p * level_panel_bytes<Kind>(inputs)};
+  const long bytes = level_panel_bytes<Kind>(inputs);
+  const char* packed = (const char*)product.part.packed;
+  for (long p = product.next_panel(), then; p >= 0; p = then) {
+    then = product.next_panel();
+    const Packed<Kind> panel = {(const uint8_t*)packed + p * bytes};
     for (long row = 0; row < rows; row += UNIT_BLOCK) {
       const long some = rows - row < UNIT_BLOCK ? rows - row : UNIT_BLOCK;
+      const long steps = (some + SIDE - 1) / SIDE * (inputs / SECTION * Op::WORDS / STEP_WORDS<Op>);
+      // Fewer rows read as fast as the hardware foresees anyway.
+      const bool fetches = rows >= FEWEST_ON_UNIT && then >= 0 && !row;
+      Ahead ahead = {fetches ? packed + then * bytes : nullptr, (bytes / 64 + steps - 1) / steps};
       memset(sums, 0, (some + SIDE - 1) / SIDE * SIDE * sizeof sums[0]);
       for (long from = 0; from < groups; from += chunk.IN_GROUPS) {
         const long to = from + chunk.IN_GROUPS < groups ? from + chunk.IN_GROUPS : groups;
@@ -127,7 +136,7 @@ template <class Op> void multiply_on_unit(const PartProduct& product, const type
         for (long r = 0; r < some; r += SIDE) {
           const long first = r + SIDE > some && rows >= SIDE ? some - SIDE : r;
           const long together = rows < SIDE ? rows : SIDE;
-          unit_tile<Alike>(together, chunk.weights(), in.from(row + first), from, to, sums + r);
+          unit_tile<Alike>(together, chunk.weights(), in.from(row + first), from, to, ahead, sums + r);
         }
       }
       const long column = p * WIDTH, count = outputs - column < WIDTH ? outputs - column : WIDTH;
