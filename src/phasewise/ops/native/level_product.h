@@ -22,7 +22,7 @@ template <class Kind> struct Packed {
   // Lines of a group some way ahead. In long blocks scales lie apart from the levels that they are read with, which no
   // hardware foresees. Where the panel ends, the next one mostly follows.
   __attribute__((always_inline)) void fetch(long group) const {
-    constexpr long EACH = PANEL_BLOCK<Kind> / Kind::INPUTS * IN_GROUP_OF<Kind>, AHEAD = 4096;
+    constexpr long EACH = PANEL_BLOCK<Kind> / Kind::INPUTS * IN_GROUP_OF<Kind>, AHEAD = 1536;
     if (Kind::INPUTS < 256) return;
     const uint8_t* next = panel + group * EACH + AHEAD;
     for (long i = 0; i < EACH; i += 64) __builtin_prefetch(next + i);
