@@ -2,13 +2,15 @@
 
     python scripts/weights_quality.py [--models pocket,smollm2] [--forms FORM ...] [--windows 24] [--tokens 512]
                                       [--tasks copy,recall@1k|suited|none] [--examples 100] [--seed 0] [--keep FOLDER]
+                                      [--write]
 
 A form is a dtype (bfloat16, int8), or one of weights: int4:group=64, or one for which the model is converted first
-(into --keep, or a folder that goes away), int4:group=64,calibrate=gptq or nm:pattern=2:4. It may also be the folder of
-a model with the same vocabulary, such as `phasewise train sparsify` leaves. Each model reads the same windows of
-text in each form; intervals are normal ones of 95 % over windows, Wilson's for shares, and differences from the first
-form are paired. A form that a model's matrices do not fit is named and left out, and so is a model that is not here.
-Progress goes to stderr, and each table as soon as it is made to stdout.
+(into --keep, or a folder that goes away), such as int4:group=64,calibrate=gptq, codebook:bits=3 or nm:pattern=2:4. It
+may also be the folder of a model with the same vocabulary, such as `phasewise train sparsify` leaves.
+
+Each model reads the same windows of text in each form. Intervals are normal ones of 95 % over windows, Wilson's for
+shares, and differences from the first form are paired. A form that a model's matrices do not fit is named and left out,
+and so is a model that is not here. Progress goes to stderr, and each table as soon as it is made to stdout.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import argparse
 import importlib.util
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -25,18 +28,19 @@ from types import ModuleType
 from typing import TypedDict
 
 from phasewise.bench import machine, quality, report
-from phasewise.bench.divergence import compared, loss_table, windows
+from phasewise.bench.divergence import WindowScores, averaged, compared, loss_table, windows
 from phasewise.bench.rows import index
 from phasewise.cli.evaluate import judge_of
 from phasewise.cli.options import EngineOptions
 from phasewise.cli.progress import counting
 from phasewise.errors import UserError
-from phasewise.load import DTYPES, dtype_of, files_of, load_model
+from phasewise.known.forms import FormCost, ModelForms, keep
+from phasewise.load import DTYPES, dtype_of, files_of, load_model, weight_forms
+from phasewise.model.codebook import parse_codebook
+from phasewise.model.lq import parse_lq
 from phasewise.model.model import Model
 from phasewise.model.nm import parse_nm
 from phasewise.model.weights_form import parse_form
-from phasewise.train.few_bits import FewBitsJob, convert
-from phasewise.train.prune import PruneJob, prune
 
 FORMS = ["bfloat16", "int8", "int8:group=32", "int4:group=32", "int4:group=32,zeros=true", "int4:group=64",
          "int4:group=64,zeros=true", "int4:group=128", "int4:group=64,calibrate=gptq", "int4:group=64,calibrate=awq",
@@ -58,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     asked = arguments(argv)
     sibling = beside("int8_quality")
     for form in asked.forms:
-        if form not in DTYPES and not Path(form).is_dir() and parse_nm(form, "--forms") is None:
-            parse_form(form, "--forms")
+        if form not in DTYPES and not Path(form).is_dir():
+            made_once(form)
     models = [name for name in asked.models.split(",") if sibling.here(name)]
     print(f"{machine.cpu()}, {machine.kernels()}; {asked.windows} windows of {asked.tokens} tokens, seed {asked.seed}")
     with tempfile.TemporaryDirectory() as spare:
@@ -81,6 +85,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--keep", help="folder for converted models and judged rows, which are taken from there if they are"
     )
+    parser.add_argument("--write", action="store_true", help="what `phasewise models forms` says of these models")
     return parser.parse_args(argv)
 
 
@@ -110,27 +115,50 @@ def measure(model: str, asked: argparse.Namespace, folder: Path, sibling: Module
     print()
     print(report.markdown(*loss_table({model: found}, asked.forms[0])), flush=True)
     loaded.clear()
-    if asked.tasks != "none":
-        judge(model, said, asked, folder)
+    rows = None if asked.tasks == "none" else judge(model, said, asked, folder)
+    if asked.write:
+        about = f"{machine.cpu()}; {asked.windows} windows of {asked.tokens} tokens, {asked.examples} answers a row"
+        costs = {form: cost(form, engine, found, rows, asked.forms[0]) for form, engine in said.items()}
+        keep(model, ModelForms(asked.forms[0], about, costs))
+
+
+def cost(
+    form: str, engine: EngineOptions, read: dict[str, WindowScores], rows: dict[str, Kept] | None, reference: str
+) -> FormCost:
+    """What a form costs, by the text that it read and the rows of `phasewise eval` if these were asked."""
+    sizes = weight_forms(engine.model, engine.dtype, engine.weights).values()
+    bits = 8 * sum(each.nbytes for each in sizes) / sum(each.numbers for each in sizes)
+    nats = averaged([ours - theirs for ours, theirs in zip(read[form].nats, read[reference].nats)])
+    if rows is None:
+        return FormCost(bits, nats, None, ())
+    answers = [each for name, row in rows[form].items() if row["unit"] == "exact"
+               for each in differences(row, rows[reference][name])]  # fmt: skip
+    points = averaged([100 * each for each in answers]) if answers else None
+    worse = tuple(name for name, row in rows[form].items() if loses(row, rows[reference][name]))
+    return FormCost(bits, nats, points, worse)
 
 
 def options(model: str, form: str, folder: Path) -> EngineOptions:
-    """How a model is loaded in a form; one that is calibrated is converted first."""
+    """How a model is loaded in a form; one that is made once is made first."""
     if form in DTYPES:
         return EngineOptions(model=model, dtype=form)
     if Path(form).is_dir():
         return EngineOptions(model=form)
-    out = folder / file_name(model, form)
-    if (pattern := parse_nm(form)) is not None:
-        if not out.exists():
-            prune(PruneJob(model, out, pattern), counting)
-        return EngineOptions(model=str(out))
-    levels, how = parse_form(form)
-    if how.calibrate == "rtn":
+    if not made_once(form):
         return EngineOptions(model=model, weights=form)
+    out = folder / file_name(model, form)
     if not out.exists():
-        convert(FewBitsJob(model, out, levels, how), counting)
+        words = ["convert", "weights", model, str(out), "--weights", form, "--windows", "0"]
+        if subprocess.run([sys.executable, "-m", "phasewise", *words], stdout=subprocess.DEVNULL).returncode:
+            raise UserError(f"it could not be made: phasewise {' '.join(words)}")
     return EngineOptions(model=str(out))
+
+
+def made_once(form: str) -> bool:
+    """Whether only `phasewise convert weights` makes the form. Raises UserError for one that there is not."""
+    if any(parse(form, "--forms") is not None for parse in (parse_nm, parse_lq, parse_codebook)):
+        return True
+    return parse_form(form, "--forms")[1].calibrate != "rtn"
 
 
 def file_name(model: str, form: str) -> str:
@@ -138,16 +166,16 @@ def file_name(model: str, form: str) -> str:
     return f"{Path(model).name}-{Path(form).name.replace(':', '-').replace(',', '-').replace('=', '')}"
 
 
-def judge(model: str, said: dict[str, EngineOptions], asked: argparse.Namespace, folder: Path) -> None:
-    """Print what `phasewise eval` says of each form. What one form came to is kept in `folder` and not judged again."""
+def judge(model: str, said: dict[str, EngineOptions], asked: argparse.Namespace, folder: Path) -> dict[str, Kept]:
+    """Print what `phasewise eval` says of each form, and give it. What is kept in `folder` is not judged again."""
     found: dict[str, Kept] = {}
     for form, engine in said.items():
         path = folder / f"{file_name(model, form)}-{asked.tasks}-{asked.examples}-{asked.seed}.json"
         if not path.exists():
             path.write_text(json.dumps(judged(model, form, engine, asked)))
         found[form] = json.loads(path.read_text())
-        print(f"\n{verdicts(model, found, asked.forms[0])}", flush=True)
-    print(f"\n{rows_table(found)}", flush=True)
+    print(f"\n{verdicts(model, found, asked.forms[0])}\n\n{rows_table(found)}", flush=True)
+    return found
 
 
 def judged(model: str, form: str, engine: EngineOptions, asked: argparse.Namespace) -> Kept:
@@ -197,10 +225,10 @@ def differences(row: Scored, base: Scored) -> list[float]:
 
 def loses(row: Scored, base: Scored) -> bool:
     """Whether a row is worse than the reference's by more than the interval of the paired differences."""
-    if row["unit"] not in ("exact", "nats/token"):
-        return False
-    change = quality.mean("", "", differences(row, base))
-    return change.low > 0 if row["unit"] == "nats/token" else change.high < 0
+    change = averaged(differences(row, base))
+    if row["unit"] in ("exact", "share"):
+        return change[2] < 0
+    return row["unit"] in ("nats/token", "bits/byte") and change[1] > 0
 
 
 def span(values: Sequence[float], scale: float, digits: int) -> str:

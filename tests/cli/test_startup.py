@@ -10,8 +10,8 @@ import phasewise
 
 COMMANDS = ["serve", "run", "methods", "eval", "bench", "bench offline", "bench load", "bench methods", "bench compare",
             "train", "train pocket", "train draft", "models", "models fetch", "models path",
-            "models show", "widen", "convert kv_heads", "convert weights", "keys", "keys new", "report", "tune", "plan",
-            "profile", "simulate"]  # fmt: skip
+            "models show", "models forms", "widen", "convert kv_heads", "convert weights", "keys", "keys new", "report",
+            "tune", "plan", "profile", "simulate"]  # fmt: skip
 
 
 def light(*commands: str) -> list[tuple[int, str]]:

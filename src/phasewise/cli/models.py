@@ -36,6 +36,7 @@ def models(context: typer.Context) -> None:
       phasewise models fetch gemma3-270m --accept-licence
       phasewise models path smollm2
       phasewise models show smollm2
+      phasewise models forms pocket
     """
     if context.invoked_subcommand is None:
         _list()
@@ -105,6 +106,57 @@ def show(
     rows.append(["all", f"{total[0]:,}", f"{total[1]:,}", f"{total[2] / 1e6:,.1f} MB",
                  f"{8 * total[2] / max(1, total[1]):.2f}"])  # fmt: skip
     table(["form", "tensors", "weights", "bytes", "bits a weight"], rows)
+    _tell_cost(model, weights or dtype)
+
+
+@app.command("forms")
+def forms(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="A known model. Default: all.")] = None,
+) -> None:
+    """Print what forms of weights were found to cost known models in answers.
+
+    A form is lossy if text or answers get worse by more than the 95 % interval of the difference. `calibrate=`,
+    codebook, lq and nm are made once, by `phasewise convert weights`; the others also at each start, by --weights or
+    --dtype. Nothing is measured here: `scripts/weights_quality.py --write` was.
+
+    [bold]Examples[/]
+
+      phasewise models forms
+      phasewise models forms pocket
+      phasewise convert weights pocket runs/pocket-int4 --weights int4:group=64,zeros=true,calibrate=gptq
+    """
+    from phasewise.cli.show import table
+    from phasewise.known.forms import measured
+
+    found = measured()
+    if name is not None and name not in found:
+        named(name)
+        raise UserError(f"no form of {name} has been measured: choose {' or '.join(found)}")
+    for model in found if name is None else [name]:
+        about = found[model]
+        rows = [
+            [form, f"{cost.bits:.2f}", "lossy" if cost.lossy else "no loss found",
+             "{:+.4f} ({:+.4f} to {:+.4f})".format(*cost.nats),
+             "-" if cost.points is None else "{:+.1f} ({:+.1f} to {:+.1f})".format(*cost.points),
+             ", ".join(cost.worse) or "-"]
+            for form, cost in about.costs.items()
+        ]  # fmt: skip
+        print(f"{model}, beside {about.reference} ({about.about})\n")
+        table(["form", "bits a weight", "", "nats a token more", "points of right answers", "rows it loses in"], rows)
+        print()
+
+
+def _tell_cost(model: str, form: str | None) -> None:
+    """Say what the form of a known model was found to cost, where one was asked for."""
+    from phasewise.known.forms import measured
+
+    if form is None:
+        return
+    found = measured().get(model)
+    if found is None or form not in found.costs:
+        print(f"What {form} costs {model} in answers was not measured (`phasewise models forms` lists what was).")
+    elif form != found.reference:
+        print(f"{found.costs[form]} beside {found.reference} (`phasewise models forms {model}`)")
 
 
 def _agreed(model: Known, beforehand: bool) -> bool:
