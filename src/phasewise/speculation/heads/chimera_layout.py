@@ -1,0 +1,56 @@
+"""Chimera's heads as files: with the names of the authors' code, or in vLLM's `speculators` manner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from phasewise.errors import UserError
+from phasewise.model.config import ModelConfig
+from phasewise.model.model import Model
+from phasewise.speculation.heads.chimera import GRAM, Chimera, ChimeraOptions
+from phasewise.speculation.heads.fitting import filled, on_paper, other_width
+from phasewise.speculation.heads.folder import CONFIG, StoredHeads
+from phasewise.speculation.heads.layers import plain_layer
+
+SIGN = "trimlp.1.weight"  # a tensor that no other heads have
+THEIRS, OURS = "fast_layer1.0.", "layers.0."  # beginnings of the layer's tensors
+MOST = 64  # output heads
+
+
+# ---- reading
+def chimera(stored: StoredHeads, config: ModelConfig, tensors: Mapping[str, Tensor], model: Model) -> Chimera:
+    """The heads of these tensors, for a model that they must fit. Raises UserError."""
+    if config.hidden != model.config.hidden:
+        raise other_width(stored, f"hidden_size={config.hidden}", model)
+    held = {f"{OURS}{name[len(THEIRS) :]}" if name.startswith(THEIRS) else name: each for name, each in tensors.items()}
+    heads, ngram = stored.number("chimera_num_heads", _heads(held)), stored.number("ngram", GRAM)
+    if not 1 <= heads <= MOST:
+        raise UserError(f"{stored.path / CONFIG}: chimera_num_heads={heads} must be from 1 to {MOST}")
+    if not 1 <= ngram <= GRAM:
+        raise UserError(f"{stored.path / CONFIG}: ngram={ngram} must be from 1 to {GRAM}")
+    options = ChimeraOptions(heads, not stored.config.get("original_lm_head", False), ngram)
+    return filled(on_paper(lambda: Chimera(config, options)), held, stored)
+
+
+def _heads(tensors: Mapping[str, Tensor]) -> int:
+    """The number of output heads, by names of tensors; 1 where there is none, which is missed then."""
+    return max(1, sum(name.startswith("chimera_head.") for name in tensors))
+
+
+# ---- making
+def usual_chimera(model: Model, *, narrow: bool = False, options: ChimeraOptions | None = None) -> Chimera:
+    """Untrained heads. `narrow`: a layer with one key head and an MLP half as wide as the model."""
+    return Chimera(plain_layer(model, narrow=narrow), options or ChimeraOptions())
+
+
+# ---- writing
+def chimera_settings(heads: Chimera) -> dict[str, Any]:
+    """What is said of these heads alone."""
+    options = heads.options
+    return {
+        "architectures": ["ChimeraSpeculator"], "chimera_num_heads": options.heads, "ngram": options.ngram,
+        "original_lm_head": not options.own_output,
+    }  # fmt: skip
