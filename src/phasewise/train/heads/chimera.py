@@ -18,8 +18,11 @@ from torch.nn import functional as F
 from phasewise.speculation.heads.block import FeatureHeads
 from phasewise.speculation.heads.chimera import GRAM, Chimera, ChimeraOptions
 from phasewise.speculation.heads.chimera_layout import usual_chimera
+from phasewise.train.heads.aligned import state_size
 from phasewise.train.heads.feature import BEGIN, FeatureKind, UnrolledAttention
 from phasewise.train.heads.target import FrozenTarget, SeenBlock
+
+FAINT = 0.1  # root mean square of the first surrogates, over that of states
 
 
 @dataclass(frozen=True)
@@ -62,11 +65,13 @@ def windows(heads: Chimera, embedded: Tensor) -> Tensor:
 @torch.no_grad()
 def start(heads: Chimera, target: FrozenTarget) -> None:
     """Initial weights with which heads say again, less surely, what the model says: each reads state and surrogate
-    through identities, as the authors' [W; W] does, and surrogates are near zero."""
+    through identities, as the authors' [W; W] does, and surrogates are a small part of a state's size."""
     block, same = heads.block, torch.eye(target.hidden)
+    embedding = float(target.embed(torch.arange(target.vocab, device=target.output.device)).square().mean().sqrt())
     for closing in (block.self_attn.o_proj, block.mlp.down_proj):
         closing.weight.zero_()
-    heads.get_parameter("trimlp.1.weight").normal_(std=0.005)
+    last = heads.get_parameter("trimlp.1.weight")
+    last.normal_(std=FAINT * state_size(target) / (embedding * last.shape[1] ** 0.5))
     for head in heads.chimera_head:
         read = head.get_parameter("0.weight")
         if heads.options.own_output:
