@@ -75,5 +75,3 @@ class PlainChimera(Plain):
                 states = torch.cat((states, stand_in[None]))
                 tokens.append(guess)
         return torch.stack(found)
-
-
