@@ -1,4 +1,4 @@
-"""Chimera's draft: surrogates stand in for the states of guesses, and each new guess enters as its trigram alone.
+"""Surrogates stand in for the states of guesses, and each new guess enters as the trigram of its last three tokens.
 
 ```
  the model's states           h0  h1  h2              rows of the heads' KV, kept
@@ -23,7 +23,7 @@ from phasewise.request.request import Request
 from phasewise.speculation.companion import NewNodes, SecondModelKV
 from phasewise.speculation.feature_model import FeatureModel
 from phasewise.speculation.features import FeatureCompanion, FeatureDrafter, follower
-from phasewise.speculation.heads.chimera import GRAM, Chimera, gram_of
+from phasewise.speculation.heads.chimera import GRAM, ChimeraHeads, gram_of
 from phasewise.speculation.tree_drafter import TreeShape
 from phasewise.step.span import Span
 from phasewise.verbs.host import Host
@@ -37,7 +37,7 @@ class TrigramTable:
 
     def __init__(self, model: FeatureModel, kept: int = 0) -> None:
         heads = model.heads
-        assert isinstance(heads, Chimera)
+        assert isinstance(heads, ChimeraHeads)
         self.model, self.heads, self.kept = model, heads, kept
         self.computed = 0  # trigrams that went through the encoder
         self._places: dict[Gram, int] = {}
@@ -92,7 +92,7 @@ class _Draft:
 
 
 class SurrogateCompanion(FeatureCompanion):
-    """A companion whose kept rows are true states alone. `root` and `grow` give what Chimera's output heads make of the
+    """A companion whose kept rows are true states alone. `root` and `grow` give what output heads make of the
     last true state and a surrogate, [n, d] (or logits, where heads have matrices of their own)."""
 
     table: TrigramTable
@@ -103,7 +103,7 @@ class SurrogateCompanion(FeatureCompanion):
         return self
 
     @property
-    def heads(self) -> Chimera:
+    def heads(self) -> ChimeraHeads:
         return self.table.heads
 
     def root(self, requests: Sequence[Request]) -> Tensor:
@@ -220,6 +220,6 @@ class SurrogateDrafter(FeatureDrafter):
 def surrogate_drafter(
     host: Host, name: str, model: FeatureModel, shape: TreeShape, chunk: int, table: int
 ) -> SurrogateDrafter:
-    """Makes the runtime of a drafter called `name` with Chimera's heads, which remembers so many trigrams."""
+    """Makes the runtime of a drafter called `name` with such heads, which remembers so many trigrams."""
     companion = follower(host, name, model, SurrogateCompanion).remembering(table)
     return SurrogateDrafter(host, companion, shape, chunk)

@@ -47,7 +47,7 @@ class ResidualBlock(nn.Module):
         return x + F.silu(self.linear(x))
 
 
-class Chimera(FeatureHeads):
+class ChimeraHeads(FeatureHeads):
     """Trigram encoder, one decoder layer over states [..., d] and trigrams [..., d], and output heads. A feature is the
     model's last state after its final norm."""
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from phasewise.errors import UserError
 from phasewise.model.config import ModelConfig
 from phasewise.model.model import Model
-from phasewise.speculation.heads.chimera import GRAM, Chimera, ChimeraOptions
+from phasewise.speculation.heads.chimera import GRAM, ChimeraHeads, ChimeraOptions
 from phasewise.speculation.heads.fitting import filled, on_paper, other_width
 from phasewise.speculation.heads.folder import CONFIG, StoredHeads
 from phasewise.speculation.heads.layers import plain_layer
@@ -21,7 +21,7 @@ MOST = 64  # output heads
 
 
 # ---- reading
-def chimera(stored: StoredHeads, config: ModelConfig, tensors: Mapping[str, Tensor], model: Model) -> Chimera:
+def chimera(stored: StoredHeads, config: ModelConfig, tensors: Mapping[str, Tensor], model: Model) -> ChimeraHeads:
     """The heads of these tensors, for a model that they must fit. Raises UserError."""
     if config.hidden != model.config.hidden:
         raise other_width(stored, f"hidden_size={config.hidden}", model)
@@ -32,7 +32,7 @@ def chimera(stored: StoredHeads, config: ModelConfig, tensors: Mapping[str, Tens
     if not 1 <= ngram <= GRAM:
         raise UserError(f"{stored.path / CONFIG}: ngram={ngram} must be from 1 to {GRAM}")
     options = ChimeraOptions(heads, not stored.config.get("original_lm_head", False), ngram)
-    return filled(on_paper(lambda: Chimera(config, options)), held, stored)
+    return filled(on_paper(lambda: ChimeraHeads(config, options)), held, stored)
 
 
 def _heads(tensors: Mapping[str, Tensor]) -> int:
@@ -41,13 +41,13 @@ def _heads(tensors: Mapping[str, Tensor]) -> int:
 
 
 # ---- making
-def usual_chimera(model: Model, *, narrow: bool = False, options: ChimeraOptions | None = None) -> Chimera:
+def usual_chimera(model: Model, *, narrow: bool = False, options: ChimeraOptions | None = None) -> ChimeraHeads:
     """Untrained heads. `narrow`: a layer with one key head and an MLP half as wide as the model."""
-    return Chimera(plain_layer(model, narrow=narrow), options or ChimeraOptions())
+    return ChimeraHeads(plain_layer(model, narrow=narrow), options or ChimeraOptions())
 
 
 # ---- writing
-def chimera_settings(heads: Chimera) -> dict[str, Any]:
+def chimera_settings(heads: ChimeraHeads) -> dict[str, Any]:
     """What is said of these heads alone."""
     options = heads.options
     return {

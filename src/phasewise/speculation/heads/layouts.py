@@ -18,7 +18,7 @@ from phasewise.model.config import ModelConfig
 from phasewise.model.model import Model
 from phasewise.model.modules import module_tensors
 from phasewise.speculation.heads.block import FeatureHeads
-from phasewise.speculation.heads.chimera import Chimera
+from phasewise.speculation.heads.chimera import ChimeraHeads
 from phasewise.speculation.heads.chimera_layout import SIGN as TRIGRAM
 from phasewise.speculation.heads.chimera_layout import chimera, chimera_settings, usual_chimera
 from phasewise.speculation.heads.dflash import DFlashHeads
@@ -181,7 +181,7 @@ def settings_of(heads: FeatureHeads, model: Model, tokens: int) -> dict[str, Any
         made |= exit_settings(heads)
     if isinstance(heads, Fspad):
         made |= fspad_settings()
-    if isinstance(heads, Chimera):
+    if isinstance(heads, ChimeraHeads):
         made |= chimera_settings(heads)
     return made
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from phasewise.speculation.heads.block import FeatureHeads
-from phasewise.speculation.heads.chimera import GRAM, Chimera, ChimeraOptions
+from phasewise.speculation.heads.chimera import GRAM, ChimeraHeads, ChimeraOptions
 from phasewise.speculation.heads.chimera_layout import usual_chimera
 from phasewise.train.heads.aligned import state_size
 from phasewise.train.heads.feature import BEGIN, FeatureKind, UnrolledAttention
@@ -40,7 +40,7 @@ class ChimeraKind(FeatureKind):
 
     def guesses(self, module: FeatureHeads, target: FrozenTarget, seen: SeenBlock) -> Iterator[Tensor]:
         """Logits of each step in turn, [n, V], where it is learned."""
-        assert isinstance(module, Chimera)
+        assert isinstance(module, ChimeraHeads)
         length = seen.h.shape[1]
         attention = SurrogateAttention(module, seen.block.positions)
         attention.hold(seen.h)
@@ -54,7 +54,7 @@ class ChimeraKind(FeatureKind):
             attention.hold(surrogates)
 
 
-def windows(heads: Chimera, embedded: Tensor) -> Tensor:
+def windows(heads: ChimeraHeads, embedded: Tensor) -> Tensor:
     """Embeddings [rows, length, d] of texts -> those of each token's trigram, [rows, length, 3, d]. In front of a
     text its first token is repeated."""
     places = torch.arange(embedded.shape[1], device=embedded.device)
@@ -63,7 +63,7 @@ def windows(heads: Chimera, embedded: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def start(heads: Chimera, target: FrozenTarget) -> None:
+def start(heads: ChimeraHeads, target: FrozenTarget) -> None:
     """Initial weights with which heads say again, less surely, what the model says: each reads state and surrogate
     through identities, as the authors' [W; W] does, and surrogates are a small part of a state's size."""
     block, same = heads.block, torch.eye(target.hidden)
@@ -86,7 +86,7 @@ class SurrogateAttention(UnrolledAttention):
     States are held first, then the surrogates of one step after the other. What is held stands one further on than what
     was held before; a trigram stands where its surrogate will."""
 
-    def __init__(self, heads: Chimera, positions: Tensor) -> None:
+    def __init__(self, heads: ChimeraHeads, positions: Tensor) -> None:
         super().__init__(heads, positions)
         self.heads = heads
 
