@@ -16,9 +16,9 @@ from phasewise.errors import UserError
 from phasewise.request.request import Request
 from phasewise.speculation.companion import NewNodes
 from phasewise.speculation.feature_model import FeatureModel
-from phasewise.speculation.heads.chimera import ChimeraHeads, gram_of
 from phasewise.speculation.heads.folder import read
 from phasewise.speculation.heads.layouts import feature_heads, kind_of, settings_of, tensors_of
+from phasewise.speculation.heads.trigram import TrigramHeads, gram_of
 from phasewise.speculation.surrogates import SurrogateCompanion, TrigramTable, together
 from tests import tiny
 from tests.speculation import chimera_files, eagle_files
@@ -160,7 +160,7 @@ def test_what_is_written_is_read_again(name: str, tmp_path: Path) -> None:
     again = eagle_files.save(tmp_path / "again", settings_of(heads, model, 5), tensors_of(heads))
     assert json.loads((again / "config.json").read_text())["speculators_model_type"] == "chimera"
     loaded, _ = feature_heads(model, KINDS, str(again))
-    assert isinstance(loaded, ChimeraHeads) and isinstance(heads, ChimeraHeads) and loaded.options == heads.options
+    assert isinstance(loaded, TrigramHeads) and isinstance(heads, TrigramHeads) and loaded.options == heads.options
     for at, tensor in heads.state_dict().items():
         assert torch.equal(loaded.state_dict()[at], tensor), at
 

@@ -10,8 +10,8 @@ import torch
 
 from phasewise.errors import UserError
 from phasewise.speculation.heads import folder
-from phasewise.speculation.heads.chimera import ChimeraHeads
 from phasewise.speculation.heads.layouts import feature_heads, tensors_of
+from phasewise.speculation.heads.trigram import TrigramHeads
 from phasewise.train.heads.chimera import ChimeraKind
 from phasewise.train.heads.kinds import KINDS, HeadsKind
 from phasewise.train.heads.run import HeadsJob, heads_loss, train
@@ -25,10 +25,10 @@ from tests.train.test_heads import silent
 ONE_TOKEN = ChimeraKind(ngram=1)
 
 
-def random_heads(its: FrozenTarget, ngram: int = 3) -> ChimeraHeads:
+def random_heads(its: FrozenTarget, ngram: int = 3) -> TrigramHeads:
     """Random heads of the model's own widths, an output head for each step."""
     made, _ = feature_heads(its.model, ("chimera",), "random:5")
-    assert isinstance(made, ChimeraHeads) and made.steps == DEPTH
+    assert isinstance(made, TrigramHeads) and made.steps == DEPTH
     made.options = replace(made.options, ngram=ngram)
     return made
 
@@ -104,4 +104,4 @@ def test_the_ngram_is_stored(tmp_path: Path) -> None:
     made = ONE_TOKEN.build(its, 2)
     folder.write(tmp_path, ONE_TOKEN.config(made, its), ONE_TOKEN.tensors(made))
     again, _ = feature_heads(its.model, ("chimera",), str(tmp_path))
-    assert isinstance(again, ChimeraHeads) and again.options.ngram == 1 and again.options.heads == 2
+    assert isinstance(again, TrigramHeads) and again.options.ngram == 1 and again.options.heads == 2

@@ -23,7 +23,7 @@ from phasewise.request.request import Request
 from phasewise.speculation.companion import NewNodes, SecondModelKV
 from phasewise.speculation.feature_model import FeatureModel
 from phasewise.speculation.features import FeatureCompanion, FeatureDrafter, follower
-from phasewise.speculation.heads.chimera import GRAM, ChimeraHeads, gram_of
+from phasewise.speculation.heads.trigram import GRAM, TrigramHeads, gram_of
 from phasewise.speculation.tree_drafter import TreeShape
 from phasewise.step.span import Span
 from phasewise.verbs.host import Host
@@ -37,7 +37,7 @@ class TrigramTable:
 
     def __init__(self, model: FeatureModel, kept: int = 0) -> None:
         heads = model.heads
-        assert isinstance(heads, ChimeraHeads)
+        assert isinstance(heads, TrigramHeads)
         self.model, self.heads, self.kept = model, heads, kept
         self.computed = 0  # trigrams that went through the encoder
         self._places: dict[Gram, int] = {}
@@ -103,7 +103,7 @@ class SurrogateCompanion(FeatureCompanion):
         return self
 
     @property
-    def heads(self) -> ChimeraHeads:
+    def heads(self) -> TrigramHeads:
         return self.table.heads
 
     def root(self, requests: Sequence[Request]) -> Tensor:

@@ -10,10 +10,10 @@ from torch import Tensor
 from phasewise.errors import UserError
 from phasewise.model.config import ModelConfig
 from phasewise.model.model import Model
-from phasewise.speculation.heads.chimera import GRAM, ChimeraHeads, ChimeraOptions
 from phasewise.speculation.heads.fitting import filled, on_paper, other_width
 from phasewise.speculation.heads.folder import CONFIG, StoredHeads
 from phasewise.speculation.heads.layers import plain_layer
+from phasewise.speculation.heads.trigram import GRAM, TrigramHeads, TrigramOptions
 
 SIGN = "trimlp.1.weight"  # a tensor that no other heads have
 THEIRS, OURS = "fast_layer1.0.", "layers.0."  # beginnings of the layer's tensors
@@ -21,7 +21,7 @@ MOST = 64  # output heads
 
 
 # ---- reading
-def chimera(stored: StoredHeads, config: ModelConfig, tensors: Mapping[str, Tensor], model: Model) -> ChimeraHeads:
+def chimera(stored: StoredHeads, config: ModelConfig, tensors: Mapping[str, Tensor], model: Model) -> TrigramHeads:
     """The heads of these tensors, for a model that they must fit. Raises UserError."""
     if config.hidden != model.config.hidden:
         raise other_width(stored, f"hidden_size={config.hidden}", model)
@@ -31,8 +31,8 @@ def chimera(stored: StoredHeads, config: ModelConfig, tensors: Mapping[str, Tens
         raise UserError(f"{stored.path / CONFIG}: chimera_num_heads={heads} must be from 1 to {MOST}")
     if not 1 <= ngram <= GRAM:
         raise UserError(f"{stored.path / CONFIG}: ngram={ngram} must be from 1 to {GRAM}")
-    options = ChimeraOptions(heads, not stored.config.get("original_lm_head", False), ngram)
-    return filled(on_paper(lambda: ChimeraHeads(config, options)), held, stored)
+    options = TrigramOptions(heads, not stored.config.get("original_lm_head", False), ngram)
+    return filled(on_paper(lambda: TrigramHeads(config, options)), held, stored)
 
 
 def _heads(tensors: Mapping[str, Tensor]) -> int:
@@ -41,13 +41,13 @@ def _heads(tensors: Mapping[str, Tensor]) -> int:
 
 
 # ---- making
-def usual_chimera(model: Model, *, narrow: bool = False, options: ChimeraOptions | None = None) -> ChimeraHeads:
+def usual_chimera(model: Model, *, narrow: bool = False, options: TrigramOptions | None = None) -> TrigramHeads:
     """Untrained heads. `narrow`: a layer with one key head and an MLP half as wide as the model."""
-    return ChimeraHeads(plain_layer(model, narrow=narrow), options or ChimeraOptions())
+    return TrigramHeads(plain_layer(model, narrow=narrow), options or TrigramOptions())
 
 
 # ---- writing
-def chimera_settings(heads: ChimeraHeads) -> dict[str, Any]:
+def chimera_settings(heads: TrigramHeads) -> dict[str, Any]:
     """What is said of these heads alone."""
     options = heads.options
     return {

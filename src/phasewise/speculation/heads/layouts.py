@@ -18,7 +18,6 @@ from phasewise.model.config import ModelConfig
 from phasewise.model.model import Model
 from phasewise.model.modules import module_tensors
 from phasewise.speculation.heads.block import FeatureHeads
-from phasewise.speculation.heads.chimera import ChimeraHeads
 from phasewise.speculation.heads.chimera_layout import SIGN as TRIGRAM
 from phasewise.speculation.heads.chimera_layout import chimera, chimera_settings, usual_chimera
 from phasewise.speculation.heads.dflash import DFlashHeads
@@ -35,6 +34,7 @@ from phasewise.speculation.heads.hydra_layout import prefix_layer as prefix_laye
 from phasewise.speculation.heads.layers import LAYER, block_config, layer_settings, plain_layer
 from phasewise.speculation.heads.mtp import MTP
 from phasewise.speculation.heads.mtp_layout import carried_module, mtp
+from phasewise.speculation.heads.trigram import TrigramHeads
 
 SAID = "speculators_model_type"
 # kinds that a folder may hold, and the drafter that reads them
@@ -181,7 +181,7 @@ def settings_of(heads: FeatureHeads, model: Model, tokens: int) -> dict[str, Any
         made |= exit_settings(heads)
     if isinstance(heads, Fspad):
         made |= fspad_settings()
-    if isinstance(heads, ChimeraHeads):
+    if isinstance(heads, TrigramHeads):
         made |= chimera_settings(heads)
     return made
 

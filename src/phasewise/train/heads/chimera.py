@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from phasewise.speculation.heads.block import FeatureHeads
-from phasewise.speculation.heads.chimera import GRAM, ChimeraHeads, ChimeraOptions
 from phasewise.speculation.heads.chimera_layout import usual_chimera
+from phasewise.speculation.heads.trigram import GRAM, TrigramHeads, TrigramOptions
 from phasewise.train.heads.aligned import state_size
 from phasewise.train.heads.feature import BEGIN, FeatureKind, UnrolledAttention
 from phasewise.train.heads.target import FrozenTarget, SeenBlock
@@ -34,13 +34,13 @@ class ChimeraKind(FeatureKind):
     ngram: int = GRAM
 
     def build(self, target: FrozenTarget, depth: int, vocabulary: Tensor | None = None) -> FeatureHeads:
-        made = usual_chimera(target.model, narrow=True, options=ChimeraOptions(depth, ngram=self.ngram))
+        made = usual_chimera(target.model, narrow=True, options=TrigramOptions(depth, ngram=self.ngram))
         start(made, target)
         return made.to(target.output.device)
 
     def guesses(self, module: FeatureHeads, target: FrozenTarget, seen: SeenBlock) -> Iterator[Tensor]:
         """Logits of each step in turn, [n, V], where it is learned."""
-        assert isinstance(module, ChimeraHeads)
+        assert isinstance(module, TrigramHeads)
         length = seen.h.shape[1]
         attention = SurrogateAttention(module, seen.block.positions)
         attention.hold(seen.h)
@@ -54,7 +54,7 @@ class ChimeraKind(FeatureKind):
             attention.hold(surrogates)
 
 
-def windows(heads: ChimeraHeads, embedded: Tensor) -> Tensor:
+def windows(heads: TrigramHeads, embedded: Tensor) -> Tensor:
     """Embeddings [rows, length, d] of texts -> those of each token's trigram, [rows, length, 3, d]. In front of a
     text its first token is repeated."""
     places = torch.arange(embedded.shape[1], device=embedded.device)
@@ -63,7 +63,7 @@ def windows(heads: ChimeraHeads, embedded: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def start(heads: ChimeraHeads, target: FrozenTarget) -> None:
+def start(heads: TrigramHeads, target: FrozenTarget) -> None:
     """Initial weights with which heads say again, less surely, what the model says: each reads state and surrogate
     through identities, as the authors' [W; W] does, and surrogates are a small part of a state's size."""
     block, same = heads.block, torch.eye(target.hidden)
@@ -86,7 +86,7 @@ class SurrogateAttention(UnrolledAttention):
     States are held first, then the surrogates of one step after the other. What is held stands one further on than what
     was held before; a trigram stands where its surrogate will."""
 
-    def __init__(self, heads: ChimeraHeads, positions: Tensor) -> None:
+    def __init__(self, heads: TrigramHeads, positions: Tensor) -> None:
         super().__init__(heads, positions)
         self.heads = heads
 

@@ -1,4 +1,4 @@
-"""Chimera's heads: the last three tokens stand for a state that the model has not computed (arXiv 2402.15758).
+"""Heads that read trigrams: the last three tokens stand for a state that is not computed (Chimera, arXiv 2402.15758).
 
 An encoder maps the embeddings of a token and of the two before it to one row, the token's *trigram*. A decoder layer
 reads the model's true states and the trigram of the newest token. What comes out at the trigram is the *surrogate* of
@@ -24,7 +24,7 @@ HEADS = 4  # output heads, as published
 
 
 @dataclass(frozen=True)
-class ChimeraOptions:
+class TrigramOptions:
     """What heads differ in. `heads`: output heads, one for each guess in a row; later guesses are the last one's.
     `own_output`: they give logits themselves, [V, 2 d] each; otherwise a row [d] that the model's output matrix reads.
     `ngram`: different tokens that the encoder reads; below three the newest takes the place of older ones."""
@@ -47,13 +47,13 @@ class ResidualBlock(nn.Module):
         return x + F.silu(self.linear(x))
 
 
-class ChimeraHeads(FeatureHeads):
+class TrigramHeads(FeatureHeads):
     """Trigram encoder, one decoder layer over states [..., d] and trigrams [..., d], and output heads. A feature is the
     model's last state after its final norm."""
 
     kind: ClassVar[str] = "chimera"
 
-    def __init__(self, config: ModelConfig, options: ChimeraOptions) -> None:
+    def __init__(self, config: ModelConfig, options: TrigramOptions) -> None:
         super().__init__(config)
         d = config.hidden
         self.options, self.row_width, self.steps = options, d, options.heads
