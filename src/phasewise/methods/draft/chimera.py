@@ -30,7 +30,7 @@ class Chimera(FeatureTree):
     """
 
     depth: int = 4
-    table: int = 0
+    table: int = 512
 
     paper: ClassVar[str] = "arXiv 2402.15758"
     name: ClassVar[str] = "chimera"
