@@ -41,16 +41,16 @@ def target() -> Model:
 
 def lane(folder: Path | str, model: Model) -> FeatureCompanion:
     """The heads of a folder, or of another source, as the companion of a model."""
-    return _lane(folder, model, KINDS, FeatureCompanion)
+    return lane_of(folder, model, KINDS, FeatureCompanion)
 
 
 def one_pass_lane(folder: Path | str, model: Model, guesses: int) -> OnePassCompanion:
     """Heads that guess so many tokens in one pass, likewise."""
     kind = MaskedBlock if feature_heads(model, ONE_PASS, str(folder))[0].features_cached else MaskedTail
-    return _lane(folder, model, ONE_PASS, kind).guessing(guesses)
+    return lane_of(folder, model, ONE_PASS, kind).guessing(guesses)
 
 
-def _lane(folder: Path | str, model: Model, kinds: Sequence[str], kind: type[C]) -> C:
+def lane_of(folder: Path | str, model: Model, kinds: Sequence[str], kind: type[C]) -> C:
     heads, key = feature_heads(model, kinds, str(folder))
     made, counters = FeatureModel(heads, model, key), Counters()
     store = Store(kv_shapes(made), Raw(), ledger=Ledger(1 << 30), counters=counters)

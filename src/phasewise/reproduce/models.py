@@ -32,6 +32,7 @@ from phasewise.model.nm import PATTERNS
 from phasewise.model.parse import parse_config
 from phasewise.model.source import copy_vocabulary
 from phasewise.model.widen import widen
+from phasewise.reproduce import trigram_heads
 from phasewise.reproduce.aligned_heads import LEARNED, QUICKLY, eagle_beside_pocket
 from phasewise.reproduce.coded_models import CODED
 from phasewise.reproduce.knowers import KEYS, knowing
@@ -218,6 +219,8 @@ MADE: dict[str, Callable[[Path], None]] = {
     "untrained-draft": partial(_from_pocket, untrained, "pocket-draft"),
     "pocket-eagle": partial(eagle_beside_pocket, LEARNED),
     "pocket-eagle-quickly": partial(eagle_beside_pocket, QUICKLY),
+    "pocket-trigram-rivals": partial(trigram_heads.rivals_beside_pocket, trigram_heads.LEARNED),
+    "pocket-trigram-rivals-quickly": partial(trigram_heads.rivals_beside_pocket, trigram_heads.QUICKLY),
     "pocket-1kv-caches": partial(joined, "caches"),
     "pocket-1kv-weights": partial(joined, "weights"),
     "pocket-1kv-mean": partial(joined, "mean"),

@@ -52,7 +52,11 @@ class _BlockWidening:
 
 OF_HEADS = ("q_norm", "k_norm")
 RESIDUAL = ("o_proj", "down_proj", "input_layernorm", "post_attention_layernorm")
+TRIGRAM = {"trimlp.0.linear.weight": 3, "trimlp.0.linear.bias": 3}  # widths of the model that the encoder gives
 BLOCKS = {
+    "chimera": _BlockWidening(
+        padded=("input_layernorm", "post_attention_layernorm"), parts={"linear": 3, "1": 3, "0": 2}, outputs=TRIGRAM
+    ),
     "dflash": _BlockWidening((*RESIDUAL, "fc", "hidden_norm"), parts={"fc": 3}),
     "eagle1": _BlockWidening(padded=("post_attention_layernorm",), parts={"fc": 2}),
     "eagle3": _BlockWidening((*RESIDUAL, "fc", "hidden_norm"), parts={"fc": 3, "q_proj": 2, "k_proj": 2, "v_proj": 2}),

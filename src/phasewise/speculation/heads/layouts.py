@@ -18,6 +18,8 @@ from phasewise.model.config import ModelConfig
 from phasewise.model.model import Model
 from phasewise.model.modules import module_tensors
 from phasewise.speculation.heads.block import FeatureHeads
+from phasewise.speculation.heads.chimera_layout import SIGN as TRIGRAM
+from phasewise.speculation.heads.chimera_layout import chimera, chimera_settings, usual_chimera
 from phasewise.speculation.heads.dflash import DFlashHeads
 from phasewise.speculation.heads.dflash_layout import dflash, dflash_settings, usual_dflash
 from phasewise.speculation.heads.eagle import Eagle1, Eagle3, PEagle
@@ -32,6 +34,7 @@ from phasewise.speculation.heads.hydra_layout import prefix_layer as prefix_laye
 from phasewise.speculation.heads.layers import LAYER, block_config, layer_settings, plain_layer
 from phasewise.speculation.heads.mtp import MTP
 from phasewise.speculation.heads.mtp_layout import carried_module, mtp
+from phasewise.speculation.heads.trigram import TrigramHeads
 
 SAID = "speculators_model_type"
 # kinds that a folder may hold, and the drafter that reads them
@@ -39,9 +42,16 @@ DRAFTERS = {
     "eagle1": "eagle", "eagle3": "eagle", "peagle": "eagle", "dflash": "dflash", "medusa": "medusa", "mtp": "mtp",
     "hydra": "hydra", "hydra_plus": "hydra", "kangaroo": "kangaroo", "fspad": "fspad",
     "hidden_transfer": "hidden_transfer", "masked_mtp": "masked_mtp", "ppd": "ppd",
+    "chimera": "chimera",
 }  # fmt: skip
 PLAIN: dict[str, Callable[[ModelConfig], FeatureHeads]] = {"eagle1": Eagle1, "mtp": MTP}  # made of a layer alone
-SINGLE = ("eagle1", "fspad", "kangaroo", "mtp")  # kinds of one layer
+# of kinds that are read, and made untrained, by a function alone
+READERS: dict[str, Callable[[StoredHeads, ModelConfig, dict[str, Tensor], Model], FeatureHeads]] = {
+    "chimera": chimera,
+    "fspad": fspad,
+}
+USUAL: dict[str, Callable[..., FeatureHeads]] = {"chimera": usual_chimera, "fspad": usual_fspad}
+SINGLE = ("chimera", "eagle1", "fspad", "kangaroo", "mtp")  # kinds of one layer
 
 
 # ---- reading
@@ -71,6 +81,7 @@ def _told_by_layout(stored: StoredHeads) -> str | None:
         "eagle3": "Eagle3" in names or "draft_vocab_size" in config or any(x.startswith("midlayer.") for x in tensors),
         "mtp": bool(module_tensors(tensors)) or "eh_proj.weight" in tensors,
         "fspad": SIGN in tensors,
+        "chimera": TRIGRAM in tensors,
         "eagle1": "fc.weight" in tensors,
     }
     return next((kind for kind, seen in signs.items() if seen), None)
@@ -108,8 +119,8 @@ def load(stored: StoredHeads, model: Model, kind: str) -> FeatureHeads:
         return mtp(stored, config, tensors, model)
     if kind == "kangaroo":
         return exit_adapter(stored, config, tensors, model)
-    if kind == "fspad":
-        return fspad(stored, config, tensors, model)
+    if kind in READERS:
+        return READERS[kind](stored, config, tensors, model)
     if kind in ("eagle3", "peagle"):
         return eagle3(stored, config, tensors, model, masked=kind == "peagle")
     return eagle1(stored, config, tensors, model)
@@ -143,8 +154,8 @@ def untrained(
         return usual_dflash(model, narrow=narrow, guesses=guesses)
     if kind == "kangaroo":
         return usual_exit_adapter(model, narrow=narrow, exit=exit)
-    if kind == "fspad":
-        return usual_fspad(model, narrow=narrow)
+    if kind in USUAL:
+        return USUAL[kind](model, narrow=narrow)
     if kind == "peagle":
         return PEagle(config, usual_options(model, masked=True))
     return Eagle3(config, usual_options(model, draft_vocab))
@@ -170,6 +181,8 @@ def settings_of(heads: FeatureHeads, model: Model, tokens: int) -> dict[str, Any
         made |= exit_settings(heads)
     if isinstance(heads, Fspad):
         made |= fspad_settings()
+    if isinstance(heads, TrigramHeads):
+        made |= chimera_settings(heads)
     return made
 
 
