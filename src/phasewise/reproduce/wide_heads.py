@@ -53,6 +53,7 @@ class _BlockWidening:
 OF_HEADS = ("q_norm", "k_norm")
 RESIDUAL = ("o_proj", "down_proj", "input_layernorm", "post_attention_layernorm")
 BLOCKS = {
+    "clover": _BlockWidening(RESIDUAL, padded=("input_norm",)),
     "dflash": _BlockWidening((*RESIDUAL, "fc", "hidden_norm"), parts={"fc": 3}),
     "eagle1": _BlockWidening(padded=("post_attention_layernorm",), parts={"fc": 2}),
     "eagle3": _BlockWidening((*RESIDUAL, "fc", "hidden_norm"), parts={"fc": 3, "q_proj": 2, "k_proj": 2, "v_proj": 2}),

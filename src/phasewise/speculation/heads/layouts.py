@@ -18,6 +18,8 @@ from phasewise.model.config import ModelConfig
 from phasewise.model.model import Model
 from phasewise.model.modules import module_tensors
 from phasewise.speculation.heads.block import FeatureHeads
+from phasewise.speculation.heads.clover import CloverHeads
+from phasewise.speculation.heads.clover_layout import clover, clover_settings, usual_clover
 from phasewise.speculation.heads.dflash import DFlashHeads
 from phasewise.speculation.heads.dflash_layout import dflash, dflash_settings, usual_dflash
 from phasewise.speculation.heads.eagle import Eagle1, Eagle3, PEagle
@@ -39,6 +41,7 @@ DRAFTERS = {
     "eagle1": "eagle", "eagle3": "eagle", "peagle": "eagle", "dflash": "dflash", "medusa": "medusa", "mtp": "mtp",
     "hydra": "hydra", "hydra_plus": "hydra", "kangaroo": "kangaroo", "fspad": "fspad",
     "hidden_transfer": "hidden_transfer", "masked_mtp": "masked_mtp", "ppd": "ppd",
+    "clover": "clover",
 }  # fmt: skip
 PLAIN: dict[str, Callable[[ModelConfig], FeatureHeads]] = {"eagle1": Eagle1, "mtp": MTP}  # made of a layer alone
 SINGLE = ("eagle1", "fspad", "kangaroo", "mtp")  # kinds of one layer
@@ -108,6 +111,8 @@ def load(stored: StoredHeads, model: Model, kind: str) -> FeatureHeads:
         return mtp(stored, config, tensors, model)
     if kind == "kangaroo":
         return exit_adapter(stored, config, tensors, model)
+    if kind == "clover":
+        return clover(stored, config, tensors, model)
     if kind == "fspad":
         return fspad(stored, config, tensors, model)
     if kind in ("eagle3", "peagle"):
@@ -134,7 +139,7 @@ def untrained(
 ) -> FeatureHeads:
     """Heads of the usual shape for a model: a plain Llama's block of its widths. `narrow`: with one key head and an MLP
     half as wide as the model, FSPAD's two a little less. `draft_vocab`: tokens that an EAGLE-3 head knows; 0: all.
-    `guesses`: those of a pass of DFlash's heads; 0: as many as usual. `exit`: the model's layers before an adapter; 0:
+    `guesses`: those of a pass of DFlash's heads, or Clover's in a row; 0: as many as usual. `exit`: the model's layers before an adapter; 0:
     the usual number."""
     config = plain_layer(model, narrow=narrow)
     if kind in PLAIN:
@@ -143,6 +148,8 @@ def untrained(
         return usual_dflash(model, narrow=narrow, guesses=guesses)
     if kind == "kangaroo":
         return usual_exit_adapter(model, narrow=narrow, exit=exit)
+    if kind == "clover":
+        return usual_clover(model, guesses)
     if kind == "fspad":
         return usual_fspad(model, narrow=narrow)
     if kind == "peagle":
@@ -170,6 +177,8 @@ def settings_of(heads: FeatureHeads, model: Model, tokens: int) -> dict[str, Any
         made |= exit_settings(heads)
     if isinstance(heads, Fspad):
         made |= fspad_settings()
+    if isinstance(heads, CloverHeads):
+        made |= clover_settings(heads)
     return made
 
 

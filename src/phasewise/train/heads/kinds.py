@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from phasewise.errors import UserError, near
 from phasewise.train.dense import TokenBlock
 from phasewise.train.heads.aligned import AlignedKind
+from phasewise.train.heads.clover import CloverKind
 from phasewise.train.heads.dflash import DFlashKind
 from phasewise.train.heads.exit import ExitKind
 from phasewise.train.heads.feature import FeatureKind
@@ -67,6 +68,7 @@ class HeadsKind(Protocol):
 
 
 KINDS: dict[str, HeadsKind] = {
+    "clover": CloverKind(),
     "dflash": DFlashKind(),
     "eagle1": FeatureKind("eagle1"),
     "eagle3": FeatureKind("eagle3"),

@@ -1,0 +1,77 @@
+"""Heads behind an augmenting block, with a state that takes in each guess, and tiny trees (Clover, arXiv 2405.00263)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from phasewise.errors import UserError
+from phasewise.methods.draft._pruned import PrunedTree
+from phasewise.speculation.heads.clover import CloverHeads
+from phasewise.speculation.heads.folder import AUTO
+from phasewise.speculation.heads.layouts import feature_heads
+from phasewise.speculation.regressive import RegressiveDrafter, regressive_drafter
+from phasewise.verbs.host import Host
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import Traits
+
+MOST = 63  # guesses: with the pending token 64 rows
+
+
+@dataclass(frozen=True)
+class Clover(Method):
+    """A tree of at most `nodes` guesses, `depth` in a row, for batches of many requests.
+
+    A decoder layer behind the model's last one runs once a draft, over the tokens accepted since, and gives a state. For
+    each guess an attention decoder adds to the state of the guess before: the value of that guess's token, by the
+    cosine of a query of the state and a key of the token. An MLP for each depth and the model's own output matrix make
+    guesses of it.
+
+    Children of a guess are the likeliest tokens whose probabilities together reach `top_p`, but for those below `floor`
+    times the likeliest. Of a level the likeliest are proposed, by the product of all probabilities down to each; a level
+    takes what the levels before have left of `nodes`. So sure guesses make a chain and unsure ones a fan.
+
+    `heads`: `auto`, which is those that lie beside the model or are shipped for it; a folder, such as `phasewise train
+    heads clover` makes; or `random:SEED`, which guesses nothing. Guesses are chosen, not drawn: where a request
+    samples, the token that the model would draw by the heads' probabilities takes the place of the likeliest. Left out:
+    Clover-2 (arXiv 2408.00264), which has a second attention decoder before its blocks and an output projection.
+    """
+
+    heads: str = AUTO
+    depth: int = 3
+    nodes: int = 4
+    top_p: float = 0.5
+    floor: float = 0.25
+    chunk: int = 512  # prompt tokens the augmenting block reads per step while it lags behind
+
+    paper: ClassVar[str] = "arXiv 2405.00263"
+    guarantee: ClassVar[str] = "exact"
+    needs: ClassVar[str] = "trained"
+    neutral: ClassVar[dict[str, object]] = {}
+    tight: ClassVar[dict[str, object]] = {"nodes": 5, "top_p": 0.9, "floor": 0.01}
+
+    def __post_init__(self) -> None:
+        for knob, most in (("depth", MOST), ("nodes", MOST)):
+            if not 1 <= getattr(self, knob) <= most:
+                raise UserError(f"clover: {knob}={getattr(self, knob)} must be from 1 to {most}")
+        for knob in ("top_p", "floor"):
+            if not 0 <= getattr(self, knob) <= 1:
+                raise UserError(f"clover: {knob}={getattr(self, knob)} must be from 0 to 1")
+        if self.chunk < 1:
+            raise UserError(f"clover: chunk={self.chunk} must be at least 1")
+
+    @property
+    def traits(self) -> Traits:
+        return Traits("draft", drawn=False, max_nodes=self.nodes)
+
+    def shape(self, levels: int) -> PrunedTree:
+        """The trees of at most so many levels."""
+        return PrunedTree(levels, self.nodes, self.nodes, top_p=self.top_p, floor=self.floor)
+
+    def bind(self, host: Host) -> RegressiveDrafter:
+        heads, key = feature_heads(host.model, ("clover",), self.heads)
+        assert isinstance(heads, CloverHeads)
+        if self.depth > heads.guesses:
+            raise UserError(f"clover: depth={self.depth} is too much: these heads guess up to {heads.guesses} tokens "
+                            "in a row")  # fmt: skip
+        return regressive_drafter(host, "clover", heads, key, self.shape(self.depth), self.chunk)

@@ -1,0 +1,97 @@
+"""Drafting from one row a request: an augmenting block runs once, then a small decoder makes a state of each guess
+(Clover, arXiv 2405.00263).
+
+Only the augmenting block has keys and values, and none of its rows is a guess's. So all of them stay, and a tree costs
+one pass, however many levels it has. A guess is a product with a few matrices and with the model's output matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from phasewise.model.model import Model
+from phasewise.request.request import Request
+from phasewise.speculation.companion import NewNodes
+from phasewise.speculation.feature_model import FeatureModel
+from phasewise.speculation.features import FeatureCompanion, FeatureDrafter, follower
+from phasewise.speculation.heads.clover import CloverHeads, token_rows
+from phasewise.speculation.tree_drafter import TreeShape
+from phasewise.verbs.host import Host
+
+
+class RegressiveModel(FeatureModel):
+    """Clover's heads beside their target, which lends them its output matrix, and its rows as embeddings of tokens."""
+
+    heads: CloverHeads
+
+    def __init__(self, heads: CloverHeads, target: Model, key: str) -> None:
+        super().__init__(heads, target, key)
+        # where tokens enter the target by the output matrix, its embeddings are these rows up to a factor
+        self._rows = None if target.config.tied else token_rows(target.unembed.dense()).to(self.dtype)
+
+    def embedded(self, tokens: Sequence[int]) -> Tensor:
+        """Rows [n, d] of tokens as the attention decoder reads them."""
+        ids = torch.tensor(tokens, device=self.device)
+        return token_rows(self.target.embed(ids)) if self._rows is None else F.embedding(ids, self._rows)
+
+    def inputs(self, tokens: Sequence[int], features: Tensor) -> Tensor:
+        """The rows that enter the augmenting block: the features [n, d] alone."""
+        return features
+
+    def onward(self, states: Tensor, tokens: Sequence[int]) -> Tensor:
+        """States [n, d] one step on, each with the token that was guessed after it."""
+        return self.heads.onward(states, self.embedded(tokens))
+
+    def said(self, step: int, states: Tensor) -> Tensor:
+        """Logits float32 [n, V] of states s_{step + 1} [n, d]."""
+        return self._by_target(self.heads.read(step, states))
+
+
+class RegressiveCompanion(FeatureCompanion):
+    """A companion whose guesses are no rows of its own. `root` and `grow` give states of the attention decoder; all
+    that are asked for at once are of one level."""
+
+    model: RegressiveModel
+    step = 0  # of the states given last: the MLP that reads them
+
+    def root(self, requests: Sequence[Request]) -> Tensor:
+        begun = self.model.heads.begun(super().root(requests))
+        states = self.model.onward(begun, [request.tokens[-1] for request in requests])
+        self.step = 0
+        self._outputs = {request.id: row[None] for request, row in zip(requests, states)}
+        return states
+
+    def grow(self, levels: Sequence[NewNodes]) -> Tensor:
+        """States [all new nodes, d], request by request, each of its parent's state and its own token."""
+        self.step += 1
+        above = [self._outputs[level.request.id][[at + 1 for at in level.parents]] for level in levels]
+        states, at = self.model.onward(torch.cat(above), [token for level in levels for token in level.tokens]), 0
+        for level in levels:
+            mine = states[at : at + len(level.tokens)]
+            self._outputs[level.request.id] = torch.cat((self._outputs[level.request.id], mine))
+            at += len(level.tokens)
+        return states
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.model.said(self.step, x)
+
+
+class RegressiveDrafter(FeatureDrafter):
+    """The runtime of drafters whose guesses need no memory."""
+
+    companion: RegressiveCompanion
+
+    def _runs(self, levels: int) -> int:
+        return 0
+
+
+def regressive_drafter(
+    host: Host, name: str, heads: CloverHeads, key: str, shape: TreeShape, chunk: int
+) -> RegressiveDrafter:
+    """Makes the runtime of a drafter called `name` with Clover's heads, whose weights `key` names."""
+    made = follower(host, name, RegressiveModel(heads, host.model, key), RegressiveCompanion)
+    return RegressiveDrafter(host, made, shape, chunk)
