@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests import oracle, tiny
+from tests import oracle
 from tests.speculation.eagle_files import Plain, block, matrices, normed, save, settings
 
 HEADS, GUESSES = 4, 3  # of the attention decoder; MLPs

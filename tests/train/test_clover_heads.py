@@ -11,6 +11,7 @@ from phasewise.speculation.heads import folder
 from phasewise.speculation.heads.clover import CloverHeads
 from phasewise.speculation.heads.layouts import feature_heads, tensors_of
 from phasewise.train.heads.clover import CloverKind
+from phasewise.train.heads.feature import BEGIN
 from phasewise.train.heads.kinds import KINDS
 from phasewise.train.heads.run import heads_loss
 from phasewise.train.heads.target import FrozenTarget
@@ -55,7 +56,7 @@ def test_they_begin_as_the_models_last_layer_run_twice() -> None:
     state = oracle.onward(tiny.checkpoint(), oracle.states(tiny.checkpoint(), text)[-1], layers - 1)[-1]
     logits = oracle.unembedded(tiny.checkpoint(), oracle.last(tiny.checkpoint(), state))
     for step, found in enumerate(CLOVER.guesses(heads, its, seen)):
-        torch.testing.assert_close(found, logits[: len(found)], atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(found, BEGIN * logits[: len(found)], atol=1e-3, rtol=1e-3)
         assert len(found) == len(text) - 2 - step
 
 
@@ -65,7 +66,7 @@ def test_before_a_mixture_of_experts_blocks_begin_by_adding_nothing() -> None:
     heads = made(its)
     seen = its.see(pad_rows([[(tiny.prompts(11)[0], True)]], 0), CLOVER.taps(heads))
     (x,) = seen.taps.values()
-    state = normed(x, its.model.norm.weight)
+    state = normed(x, BEGIN * its.model.norm.weight)
     found = next(iter(CLOVER.guesses(heads, its, seen)))
     torch.testing.assert_close(found, its.unembed(state[0, : len(found)]), atol=1e-3, rtol=1e-3)
 

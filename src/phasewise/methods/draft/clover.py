@@ -1,4 +1,4 @@
-"""Heads behind an augmenting block, with a state that takes in each guess, and tiny trees (Clover, arXiv 2405.00263)."""
+"""Tiny trees by heads whose state takes in each guess, behind one layer more (Clover, arXiv 2405.00263)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from phasewise.errors import UserError
 from phasewise.methods.draft._pruned import PrunedTree
+from phasewise.methods.draft._regressive import RegressiveDrafter, regressive_drafter
 from phasewise.speculation.heads.clover import CloverHeads
 from phasewise.speculation.heads.folder import AUTO
 from phasewise.speculation.heads.layouts import feature_heads
-from phasewise.speculation.regressive import RegressiveDrafter, regressive_drafter
 from phasewise.verbs.host import Host
 from phasewise.verbs.method import Method
 from phasewise.verbs.traits import Traits
@@ -22,14 +22,13 @@ MOST = 63  # guesses: with the pending token 64 rows
 class Clover(Method):
     """A tree of at most `nodes` guesses, `depth` in a row, for batches of many requests.
 
-    A decoder layer behind the model's last one runs once a draft, over the tokens accepted since, and gives a state. For
-    each guess an attention decoder adds to the state of the guess before: the value of that guess's token, by the
-    cosine of a query of the state and a key of the token. An MLP for each depth and the model's own output matrix make
-    guesses of it.
+    A decoder layer behind the model's last one runs once a draft, over the tokens accepted since, and gives a state.
+    For each token after it an attention decoder makes the next state: it adds the token's value, by the cosine of the
+    state's query and the token's key. An MLP for each depth and the model's own output matrix make guesses of a state.
 
     Children of a guess are the likeliest tokens whose probabilities together reach `top_p`, but for those below `floor`
-    times the likeliest. Of a level the likeliest are proposed, by the product of all probabilities down to each; a level
-    takes what the levels before have left of `nodes`. So sure guesses make a chain and unsure ones a fan.
+    times the likeliest. Of a level the likeliest are proposed, by the product of all probabilities down to each. A
+    level takes what the levels before have left of `nodes`. So sure guesses make a chain and unsure ones a fan.
 
     `heads`: `auto`, which is those that lie beside the model or are shipped for it; a folder, such as `phasewise train
     heads clover` makes; or `random:SEED`, which guesses nothing. Guesses are chosen, not drawn: where a request

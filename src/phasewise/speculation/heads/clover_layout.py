@@ -77,8 +77,8 @@ def begin_as_last_layer(heads: CloverHeads, model: Model) -> bool:
         return False
     for block in heads.layers:
         assert isinstance(block, NormedBlock)
-        for parameter, value in zip(*_pairs(block, model), strict=True):
-            parameter.copy_(value.float())
+        for own, value in zip(*_pairs(block, model), strict=True):
+            own.copy_(value.float())
     return True
 
 
@@ -89,7 +89,7 @@ def _pairs(block: NormedBlock, model: Model) -> tuple[list[Tensor], list[Tensor]
     queries, keys = its.heads * its.head_dim, its.kv_heads * its.head_dim
     q, k, v = layer.qkv.dense().split_with_sizes((queries, keys, keys))
     gate, up = layer.mlp.gate_up.dense().chunk(2)
-    ours = [each.weight for each in (
+    ours: list[Tensor] = [each.weight for each in (
         block.input_layernorm, attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj,
         block.post_attention_layernorm, block.mlp.gate_proj, block.mlp.up_proj, block.mlp.down_proj,
     )]  # fmt: skip

@@ -7,7 +7,7 @@ settings of layers in `transformer_layer_config` (`layers.py`). It is what phase
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,13 @@ DRAFTERS = {
     "clover": "clover",
 }  # fmt: skip
 PLAIN: dict[str, Callable[[ModelConfig], FeatureHeads]] = {"eagle1": Eagle1, "mtp": MTP}  # made of a layer alone
+READERS: dict[str, Callable[[StoredHeads, ModelConfig, Mapping[str, Tensor], Model], FeatureHeads]] = {
+    "clover": clover,
+    "dflash": dflash,
+    "fspad": fspad,
+    "kangaroo": exit_adapter,
+    "mtp": mtp,
+}
 SINGLE = ("eagle1", "fspad", "kangaroo", "mtp")  # kinds of one layer
 
 
@@ -105,16 +112,8 @@ def load(stored: StoredHeads, model: Model, kind: str) -> FeatureHeads:
     config, tensors = block_config(stored, model), named(stored)
     if config.layers != 1 and kind in SINGLE:
         raise UserError(f"{stored.path / CONFIG}: num_hidden_layers={config.layers}: heads of kind {kind} have one")
-    if kind == "dflash":
-        return dflash(stored, config, tensors, model)
-    if kind == "mtp":
-        return mtp(stored, config, tensors, model)
-    if kind == "kangaroo":
-        return exit_adapter(stored, config, tensors, model)
-    if kind == "clover":
-        return clover(stored, config, tensors, model)
-    if kind == "fspad":
-        return fspad(stored, config, tensors, model)
+    if kind in READERS:
+        return READERS[kind](stored, config, tensors, model)
     if kind in ("eagle3", "peagle"):
         return eagle3(stored, config, tensors, model, masked=kind == "peagle")
     return eagle1(stored, config, tensors, model)
@@ -139,21 +138,20 @@ def untrained(
 ) -> FeatureHeads:
     """Heads of the usual shape for a model: a plain Llama's block of its widths. `narrow`: with one key head and an MLP
     half as wide as the model, FSPAD's two a little less. `draft_vocab`: tokens that an EAGLE-3 head knows; 0: all.
-    `guesses`: those of a pass of DFlash's heads, or Clover's in a row; 0: as many as usual. `exit`: the model's layers before an adapter; 0:
-    the usual number."""
+    `guesses`: those of a pass of DFlash's heads, or of Clover's in a row; 0: as many as usual. `exit`: the model's
+    layers before an adapter; 0: the usual number."""
     config = plain_layer(model, narrow=narrow)
+    usual: dict[str, Callable[[], FeatureHeads]] = {
+        "clover": lambda: usual_clover(model, guesses),
+        "dflash": lambda: usual_dflash(model, narrow=narrow, guesses=guesses),
+        "fspad": lambda: usual_fspad(model, narrow=narrow),
+        "kangaroo": lambda: usual_exit_adapter(model, narrow=narrow, exit=exit),
+        "peagle": lambda: PEagle(config, usual_options(model, masked=True)),
+    }
     if kind in PLAIN:
         return PLAIN[kind](config)
-    if kind == "dflash":
-        return usual_dflash(model, narrow=narrow, guesses=guesses)
-    if kind == "kangaroo":
-        return usual_exit_adapter(model, narrow=narrow, exit=exit)
-    if kind == "clover":
-        return usual_clover(model, guesses)
-    if kind == "fspad":
-        return usual_fspad(model, narrow=narrow)
-    if kind == "peagle":
-        return PEagle(config, usual_options(model, masked=True))
+    if kind in usual:
+        return usual[kind]()
     return Eagle3(config, usual_options(model, draft_vocab))
 
 

@@ -17,7 +17,7 @@ from phasewise.speculation.heads.block import FeatureHeads
 from phasewise.speculation.heads.clover import CloverHeads, token_rows
 from phasewise.speculation.heads.clover_layout import begin_as_last_layer
 from phasewise.speculation.heads.layouts import untrained
-from phasewise.train.heads.feature import FeatureKind, UnrolledAttention
+from phasewise.train.heads.feature import BEGIN, FeatureKind, UnrolledAttention
 from phasewise.train.heads.target import FrozenTarget, SeenBlock
 
 NOISE = 0.01  # largest number that is added to the identity, of which queries and keys begin
@@ -56,9 +56,9 @@ class CloverKind(FeatureKind):
 
 @torch.no_grad()
 def begin(heads: CloverHeads, target: FrozenTarget) -> None:
-    """Initial weights with which all steps say what the model would, had its last layer run twice."""
+    """Initial weights with which all steps say, less surely, what the model would say, had its last layer run twice."""
     begin_as_last_layer(heads, target.model)
-    heads.norm.weight.copy_(target.model.norm.weight.float())
+    heads.norm.weight.copy_(BEGIN * target.model.norm.weight.float())
     decoder, eye = heads.decoder, torch.eye(target.hidden)
     for linear in (decoder.query, decoder.key):
         nn.init.uniform_(linear.weight, -NOISE, NOISE)
