@@ -134,7 +134,7 @@ def test_nothing_that_happens_changes_what_is_accepted(event: str) -> None:
     assert tiny.outs(requests)[:3] == tiny.plain(PROMPTS, tiny.greedy(N))
     shared = watch.accepted.keys() & alone.keys()
     assert {key: watch.accepted[key] for key in shared} == {key: alone[key] for key in shared}
-    assert len(shared) > len(alone) * 0.8
+    assert len(shared) > len(alone) * (0.6 if event == "preemption" else 0.8)
     assert event != "prefix hit" or [request.cached for request in requests] == [32, 64, 0]
 
 
@@ -183,7 +183,7 @@ def test_sure_guesses_make_a_chain_and_unsure_ones_a_fan() -> None:
 @pytest.mark.parametrize(
     ("knobs", "said"),
     [
-        ({"depth": 0}, "depth=0 must be from 1 to 63"),
+        ({"depth": 64}, "depth=64 must be from 0 to 63"),
         ({"nodes": 64}, "nodes=64 must be from 1 to 63"),
         ({"top_p": 1.5}, "top_p=1.5 must be from 0 to 1"),
         ({"floor": -0.1}, "floor=-0.1 must be from 0 to 1"),
@@ -198,3 +198,16 @@ def test_knobs_that_make_no_sense(knobs: dict[str, float], said: str) -> None:
 def test_more_guesses_in_a_row_than_there_are_heads() -> None:
     with pytest.raises(UserError, match="clover: depth=4 is too much: these heads guess up to 3 tokens in a row"):
         tiny.engine(clover("depth=4"))
+
+
+def test_rules_that_forbid_nothing_change_no_guess() -> None:
+    """Requests without a rule are guessed for all at once, others as those of any second model: to the same trees."""
+    plain, ruled = Params(N, ignore_eos=True), Params(N, ignore_eos=True, logit_bias={5: 0.0})
+    assert plain.plain and not ruled.plain
+    drafts = []
+    for params in (plain, ruled):
+        placed = tiny.engine(clover())
+        watch = Watch(placed)
+        assert tiny.outs(tiny.run(placed, PROMPTS, params)) == tiny.plain(PROMPTS, tiny.greedy(N))
+        drafts.append({key: (draft.tokens, draft.parents) for key, draft in watch.drafts.items()})
+    assert drafts[0] == drafts[1] and len(drafts[0]) > 10

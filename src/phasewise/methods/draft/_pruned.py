@@ -33,13 +33,21 @@ class PrunedTree(LikeliestTree):
         return self.most if levels > 0 else 0
 
     def grow(self, tree: DraftBuilder, asked: Sequence[NodeRequest]) -> list[int]:
-        notes, left = tree.notes or {-1: 1.0}, tree.left
         chances = torch.stack([self._coupled(tree, each) for each in asked])
-        top, at = chances.topk(min(left, chances.shape[1]), -1)
+        top, at = chances.topk(min(tree.left, chances.shape[1]), -1)
+        return self.add(tree, [each.node for each in asked], top.tolist(), at.tolist())
+
+    def add(
+        self, tree: DraftBuilder, nodes: Sequence[int], top: Sequence[Sequence[float]], at: Sequence[Sequence[int]]
+    ) -> list[int]:
+        """Adds children of the nodes of a level. `top` and `at`: of each node the probabilities of the likeliest tokens
+        in falling order, at least as many as the tree has room for, and the tokens. Returns all that were added, none
+        where the tree is full."""
+        notes, left = tree.notes or {-1: 1.0}, tree.left
         offered = [
-            (notes[each.node] * chance, each.node, token)
-            for each, of, named in zip(asked, top.tolist(), at.tolist(), strict=True)
-            for chance, token in zip(self.kept(of), named)
+            (notes[node] * chance, node, token)
+            for node, of, named in zip(nodes, top, at, strict=True)
+            for chance, token in zip(self.kept(of[:left]), named)
         ]
         offered.sort(key=lambda offer: -offer[0])  # of equal ones the earlier
         added = list[int]()

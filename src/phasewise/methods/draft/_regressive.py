@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from phasewise.methods.draft._pruned import PrunedTree
 from phasewise.model.model import Model
 from phasewise.request.request import Request
 from phasewise.speculation.companion import NewNodes
 from phasewise.speculation.feature_model import FeatureModel
-from phasewise.speculation.features import FeatureCompanion, FeatureDrafter, follower
+from phasewise.speculation.features import FeatureCompanion, FeatureDrafter, Features, follower
 from phasewise.speculation.heads.clover import CloverHeads, token_rows
-from phasewise.speculation.tree_drafter import TreeShape
+from phasewise.speculation.tree_drafter import DraftBuilder, TreeShape
 from phasewise.verbs.host import Host
 
 
@@ -56,24 +57,32 @@ class RegressiveCompanion(FeatureCompanion):
     that are asked for at once are of one level."""
 
     model: RegressiveModel
-    step = 0  # of the states given last: the MLP that reads them
+
+    def follow(self, features: Features) -> RegressiveCompanion:
+        super().follow(features)
+        self.step = 0  # of the states given last: the MLP that reads them
+        self._states = torch.empty(0)  # [rows, d] of the drafts that grow
+        self._places: dict[str, list[int]] = {}  # by request: its rows there, the root's first, then its nodes'
+        return self
 
     def root(self, requests: Sequence[Request]) -> Tensor:
         begun = self.model.heads.begun(super().root(requests))
         states = self.model.onward(begun, [request.tokens[-1] for request in requests])
-        self.step = 0
-        self._outputs = {request.id: row[None] for request, row in zip(requests, states)}
+        self.step, self._states = 0, states
+        self._places = {request.id: [row] for row, request in enumerate(requests)}
         return states
 
     def grow(self, levels: Sequence[NewNodes]) -> Tensor:
         """States [all new nodes, d], request by request, each of its parent's state and its own token."""
         self.step += 1
-        above = [self._outputs[level.request.id][[at + 1 for at in level.parents]] for level in levels]
-        states, at = self.model.onward(torch.cat(above), [token for level in levels for token in level.tokens]), 0
+        above = [self._places[level.request.id][at + 1] for level in levels for at in level.parents]
+        rows = torch.tensor(above, device=self._states.device)
+        states = self.model.onward(self._states[rows], [token for level in levels for token in level.tokens])
+        row = len(self._states)
         for level in levels:
-            mine = states[at : at + len(level.tokens)]
-            self._outputs[level.request.id] = torch.cat((self._outputs[level.request.id], mine))
-            at += len(level.tokens)
+            self._places[level.request.id] += range(row, row + len(level.tokens))
+            row += len(level.tokens)
+        self._states = torch.cat((self._states, states))
         return states
 
     def logits(self, x: Tensor) -> Tensor:
@@ -87,6 +96,38 @@ class RegressiveDrafter(FeatureDrafter):
 
     def _runs(self, levels: int) -> int:
         return 0
+
+    def _grow(self, trees: Sequence[DraftBuilder]) -> None:
+        """Trees of requests that are greedy without any rule grow by a few calls for all of them. Others grow as those
+        of any second model do, to the same guesses."""
+        if self.thoughts or not isinstance(self.shape, PrunedTree) or not all(t.request.params.plain for t in trees):
+            super()._grow(trees)
+            return
+        x = self.companion.root([tree.request for tree in trees])
+        asked, level = [(tree, [-1]) for tree in trees], 1
+        while asked:
+            chances, row = self.companion.logits(x).softmax(-1), 0
+            if level == 1:
+                for tree, own in zip(trees, chances):
+                    tree.thoughts = {(): own}
+            most = min(max(tree.left for tree, _ in asked), chances.shape[1])
+            top, at = (each.tolist() for each in chances.topk(most, -1))
+            after = list[tuple[DraftBuilder, list[int]]]()
+            for tree, nodes in asked:
+                end = row + len(nodes)
+                added = self.shape.add(tree, nodes, top[row:end], at[row:end])
+                if added and level < tree.levels:
+                    after.append((tree, added))
+                row = end
+            if after:
+                x = self.companion.grow([_new(tree, nodes) for tree, nodes in after])
+            asked, level = after, level + 1
+
+
+def _new(tree: DraftBuilder, nodes: Sequence[int]) -> NewNodes:
+    """Nodes of a draft as what a companion is to add. Every node of a level before has been added to it, too."""
+    draft = tree.draft
+    return NewNodes(tree.request, [draft.tokens[node] for node in nodes], [draft.parents[node] for node in nodes])
 
 
 def regressive_drafter(

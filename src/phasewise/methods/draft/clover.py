@@ -20,7 +20,7 @@ MOST = 63  # guesses: with the pending token 64 rows
 
 @dataclass(frozen=True)
 class Clover(Method):
-    """A tree of at most `nodes` guesses, `depth` in a row, for batches of many requests.
+    """A tree of at most `nodes` guesses for batches of many requests, `depth` in a row; 0: as many as there are heads.
 
     A decoder layer behind the model's last one runs once a draft, over the tokens accepted since, and gives a state.
     For each token after it an attention decoder makes the next state: it adds the token's value, by the cosine of the
@@ -37,7 +37,7 @@ class Clover(Method):
     """
 
     heads: str = AUTO
-    depth: int = 3
+    depth: int = 0
     nodes: int = 4
     top_p: float = 0.5
     floor: float = 0.25
@@ -50,9 +50,9 @@ class Clover(Method):
     tight: ClassVar[dict[str, object]] = {"nodes": 5, "top_p": 0.9, "floor": 0.01}
 
     def __post_init__(self) -> None:
-        for knob, most in (("depth", MOST), ("nodes", MOST)):
-            if not 1 <= getattr(self, knob) <= most:
-                raise UserError(f"clover: {knob}={getattr(self, knob)} must be from 1 to {most}")
+        for knob, least in (("depth", 0), ("nodes", 1)):
+            if not least <= getattr(self, knob) <= MOST:
+                raise UserError(f"clover: {knob}={getattr(self, knob)} must be from {least} to {MOST}")
         for knob in ("top_p", "floor"):
             if not 0 <= getattr(self, knob) <= 1:
                 raise UserError(f"clover: {knob}={getattr(self, knob)} must be from 0 to 1")
@@ -73,4 +73,4 @@ class Clover(Method):
         if self.depth > heads.guesses:
             raise UserError(f"clover: depth={self.depth} is too much: these heads guess up to {heads.guesses} tokens "
                             "in a row")  # fmt: skip
-        return regressive_drafter(host, "clover", heads, key, self.shape(self.depth), self.chunk)
+        return regressive_drafter(host, "clover", heads, key, self.shape(self.depth or heads.guesses), self.chunk)

@@ -22,7 +22,7 @@ from phasewise.speculation.heads.folder import CONFIG, StoredHeads
 from phasewise.speculation.heads.layers import plain_layer
 
 GUESSES, HEADS, LAYERS = "num_heads", "decoder_heads", "num_target_layers"  # settings of these heads alone
-USUAL, MOST = 3, 16  # guesses in a row: of the paper's heads; and the most, and layers, that a folder may have
+USUAL, MOST = 4, 16  # guesses in a row, of which the paper has 3; and the most, and layers, that a folder may have
 
 
 # ---- reading
