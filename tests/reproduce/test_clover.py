@@ -6,11 +6,19 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from phasewise.builder import Builder
+from phasewise.engine.limits import Limits
 from phasewise.load import files_of
+from phasewise.methods.decode.speculative import Speculative
+from phasewise.methods.draft.clover import Clover
+from phasewise.methods.verify.match import Match
 from phasewise.model.widen import widen
+from phasewise.options import parse
+from phasewise.reproduce.systems.clover import CARTESIAN, NODES, CartesianTree, cartesian
 from phasewise.reproduce.wide_heads import widen_heads
 from phasewise.speculation.heads import folder
 from phasewise.speculation.heads.layouts import feature_heads
@@ -18,6 +26,8 @@ from phasewise.train.heads.kinds import KINDS
 from phasewise.train.heads.target import FrozenTarget
 from phasewise.train.mixture import pad_rows
 from tests import tiny
+from tests.draft.fitted import PROMPTS, N
+from tests.draft.test_clover import heads
 
 CLOVER = KINDS["clover"]
 
@@ -49,3 +59,22 @@ def test_widened_heads_say_what_the_original_ones_say(tmp_path: Path) -> None:
         said.append(torch.cat([*CLOVER.guesses(heads, its, its.see(block, CLOVER.taps(heads)))]))
     torch.testing.assert_close(said[1], said[0], atol=2e-3, rtol=1e-3)
     assert float(said[0].detach().std()) > 0.3
+
+
+def test_cartesian_trees_have_as_many_guesses() -> None:
+    assert cartesian((2, 1)) == ((0,), (1,), (0, 0), (1, 0))
+    assert cartesian((1, 1, 2)) == ((0,), (0, 0), (0, 0, 0), (0, 0, 1))
+    assert {len(cartesian(children)) for children in CARTESIAN} == {NODES}
+
+
+@pytest.mark.parametrize("children", [(2, 1), (1, 3)])
+def test_a_cartesian_tree_is_the_same_in_every_pass(children: tuple[int, ...]) -> None:
+    """The heads, the answers and the guesses of a pass are Clover's; what is kept of a level is not."""
+    control = CartesianTree(Clover(str(heads()), nodes=NODES), children)
+    methods = parse({"schedule": "prefill_first"}) | {"decode": Speculative(control, Match())}
+    placed = Builder(tiny.model(), methods, Limits(kv_bytes=64 << 20), load=tiny.load).build()
+    requests = tiny.run(placed, PROMPTS, tiny.greedy(N))
+    assert tiny.outs(requests) == tiny.plain(PROMPTS, tiny.greedy(N))
+    verdicts = placed.counters.emitted - placed.counters.accepted - len(PROMPTS)
+    assert placed.counters.accepted > N
+    assert NODES * (verdicts - 3 * len(PROMPTS)) <= placed.counters.drafted <= NODES * verdicts
