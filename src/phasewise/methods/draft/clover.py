@@ -39,7 +39,7 @@ class Clover(Method):
     heads: str = AUTO
     depth: int = 0
     nodes: int = 4
-    top_p: float = 0.5
+    top_p: float = 0.9
     floor: float = 0.25
     chunk: int = 512  # prompt tokens the augmenting block reads per step while it lags behind
 

@@ -155,6 +155,7 @@ SYSTEM = System(
         Saving("verdicts per token of code at T=1", sampled.rounds, "rivals", 1.0, load=DRAWN),
         Saving("verdicts per token of code at T=1", sampled.rounds, "baseline", 1.1, load=DRAWN),
         *trees(CODE, " of code"),
+        *trees(DRAWN, " of code at T=1"),
     ),
     attempts=(
         Attempt("mechanism", "guesses that are right where those before them were, by depth, of heads with the "
