@@ -106,22 +106,29 @@ class RegressiveDrafter(FeatureDrafter):
         x = self.companion.root([tree.request for tree in trees])
         asked, level = [(tree, [-1]) for tree in trees], 1
         while asked:
-            chances, row = self.companion.logits(x).softmax(-1), 0
+            chances = self.companion.logits(x).softmax(-1)
             if level == 1:
                 for tree, own in zip(trees, chances):
                     tree.thoughts = {(): own}
-            most = min(max(tree.left for tree, _ in asked), chances.shape[1])
-            top, at = (each.tolist() for each in chances.topk(most, -1))
-            after = list[tuple[DraftBuilder, list[int]]]()
-            for tree, nodes in asked:
-                end = row + len(nodes)
-                added = self.shape.add(tree, nodes, top[row:end], at[row:end])
-                if added and level < tree.levels:
-                    after.append((tree, added))
-                row = end
-            if after:
-                x = self.companion.grow([_new(tree, nodes) for tree, nodes in after])
-            asked, level = after, level + 1
+            added = self._added(asked, chances, self.shape)
+            asked = [(tree, nodes) for tree, nodes in added if nodes and level < tree.levels]
+            if asked:
+                x = self.companion.grow([_new(tree, nodes) for tree, nodes in asked])
+            level += 1
+
+    @staticmethod
+    def _added(
+        asked: Sequence[tuple[DraftBuilder, list[int]]], chances: Tensor, shape: PrunedTree
+    ) -> list[tuple[DraftBuilder, list[int]]]:
+        """What a level adds below the nodes asked for, tree by tree. chances [all nodes, V]: of what may follow."""
+        most = min(max(tree.left for tree, _ in asked), chances.shape[1])
+        top, at = (each.tolist() for each in chances.topk(most, -1))
+        found, row = list[tuple[DraftBuilder, list[int]]](), 0
+        for tree, nodes in asked:
+            end = row + len(nodes)
+            found.append((tree, shape.add(tree, nodes, top[row:end], at[row:end])))
+            row = end
+        return found
 
 
 def _new(tree: DraftBuilder, nodes: Sequence[int]) -> NewNodes:
