@@ -31,6 +31,7 @@ WANTED = {
     "zipvl_mixed", "zipcache", "lazyllm", "pie", "longgen", "power", "kv_prediction", "c2c", "loopserve", "rlkv",
     "augment", "flover", "fastdraft", "medusa", "hydra", "mtp", "eagle", "fspad", "chimera", "contrastive",
     "momentum", "jsonschemabench", "judge", "lq", "nm", "specdec", "codebook",
+    "clover",
 }  # fmt: skip
 
 

@@ -199,7 +199,7 @@ def heads(
         typer.Argument(
             metavar="KIND",
             help="medusa, hydra, hydra_plus, eagle1, eagle3, fspad, mtp, dflash, kangaroo, hidden_transfer, "
-            "masked_mtp, ppd, chimera. Without one: the list.",
+            "masked_mtp, ppd, chimera, clover. Without one: the list.",
         ),
     ] = "",
     target: Annotated[

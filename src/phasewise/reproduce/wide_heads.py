@@ -31,6 +31,7 @@ from phasewise.train.heads.kinds import KINDS
 
 FACES_TOKENS = ("lm_head", "d2t", "t2d")  # beginnings of tensors whose first dimension is a vocabulary
 SAMPLER_END = 5  # the norm behind a sampler's last block
+COUNTS = ("target_hidden_size", "decoder_heads")  # settings beside a block's that grow with the width
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 
 
@@ -57,6 +58,7 @@ BLOCKS = {
     "chimera": _BlockWidening(
         padded=("input_layernorm", "post_attention_layernorm"), parts={"linear": 3, "1": 3, "0": 2}, outputs=TRIGRAM
     ),
+    "clover": _BlockWidening(RESIDUAL, padded=("input_norm",)),  # of tied models, whose output rows are repeated, too
     "dflash": _BlockWidening((*RESIDUAL, "fc", "hidden_norm"), parts={"fc": 3}),
     "eagle1": _BlockWidening(padded=("post_attention_layernorm",), parts={"fc": 2}),
     "eagle3": _BlockWidening((*RESIDUAL, "fc", "hidden_norm"), parts={"fc": 3, "q_proj": 2, "k_proj": 2, "v_proj": 2}),
@@ -76,8 +78,9 @@ def widen_heads(source: Path, target: Path, base: str, factor: int) -> None:
     if kind in BLOCKS:
         layer = config[LAYER]
         config[LAYER] = {**layer, **{name: layer[name] * factor for name in SIZES}}
-        if "target_hidden_size" in config:
-            config["target_hidden_size"] *= factor
+        for name in COUNTS:
+            if name in config:
+                config[name] *= factor
         tensors = {name: _of_block(name, tensor, BLOCKS[kind], factor) for name, tensor in stored.tensors.items()}
     elif kind == MaskedHeads.kind:
         config["hidden_size"] *= factor

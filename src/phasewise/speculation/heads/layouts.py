@@ -7,7 +7,7 @@ settings of layers in `transformer_layer_config` (`layers.py`). It is what phase
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from phasewise.model.modules import module_tensors
 from phasewise.speculation.heads.block import FeatureHeads
 from phasewise.speculation.heads.chimera_layout import SIGN as TRIGRAM
 from phasewise.speculation.heads.chimera_layout import chimera, chimera_settings, usual_chimera
+from phasewise.speculation.heads.clover import CloverHeads
+from phasewise.speculation.heads.clover_layout import clover, clover_settings, usual_clover
 from phasewise.speculation.heads.dflash import DFlashHeads
 from phasewise.speculation.heads.dflash_layout import dflash, dflash_settings, usual_dflash
 from phasewise.speculation.heads.eagle import Eagle1, Eagle3, PEagle
@@ -42,15 +44,17 @@ DRAFTERS = {
     "eagle1": "eagle", "eagle3": "eagle", "peagle": "eagle", "dflash": "dflash", "medusa": "medusa", "mtp": "mtp",
     "hydra": "hydra", "hydra_plus": "hydra", "kangaroo": "kangaroo", "fspad": "fspad",
     "hidden_transfer": "hidden_transfer", "masked_mtp": "masked_mtp", "ppd": "ppd",
-    "chimera": "chimera",
+    "chimera": "chimera", "clover": "clover",
 }  # fmt: skip
 PLAIN: dict[str, Callable[[ModelConfig], FeatureHeads]] = {"eagle1": Eagle1, "mtp": MTP}  # made of a layer alone
-# of kinds that are read, and made untrained, by a function alone
-READERS: dict[str, Callable[[StoredHeads, ModelConfig, dict[str, Tensor], Model], FeatureHeads]] = {
+READERS: dict[str, Callable[[StoredHeads, ModelConfig, Mapping[str, Tensor], Model], FeatureHeads]] = {
     "chimera": chimera,
+    "clover": clover,
+    "dflash": dflash,
     "fspad": fspad,
+    "kangaroo": exit_adapter,
+    "mtp": mtp,
 }
-USUAL: dict[str, Callable[..., FeatureHeads]] = {"chimera": usual_chimera, "fspad": usual_fspad}
 SINGLE = ("chimera", "eagle1", "fspad", "kangaroo", "mtp")  # kinds of one layer
 
 
@@ -80,8 +84,8 @@ def _told_by_layout(stored: StoredHeads) -> str | None:
         "peagle": "mask_hidden" in tensors,
         "eagle3": "Eagle3" in names or "draft_vocab_size" in config or any(x.startswith("midlayer.") for x in tensors),
         "mtp": bool(module_tensors(tensors)) or "eh_proj.weight" in tensors,
-        "fspad": SIGN in tensors,
         "chimera": TRIGRAM in tensors,
+        "fspad": SIGN in tensors,
         "eagle1": "fc.weight" in tensors,
     }
     return next((kind for kind, seen in signs.items() if seen), None)
@@ -113,12 +117,6 @@ def load(stored: StoredHeads, model: Model, kind: str) -> FeatureHeads:
     config, tensors = block_config(stored, model), named(stored)
     if config.layers != 1 and kind in SINGLE:
         raise UserError(f"{stored.path / CONFIG}: num_hidden_layers={config.layers}: heads of kind {kind} have one")
-    if kind == "dflash":
-        return dflash(stored, config, tensors, model)
-    if kind == "mtp":
-        return mtp(stored, config, tensors, model)
-    if kind == "kangaroo":
-        return exit_adapter(stored, config, tensors, model)
     if kind in READERS:
         return READERS[kind](stored, config, tensors, model)
     if kind in ("eagle3", "peagle"):
@@ -145,19 +143,21 @@ def untrained(
 ) -> FeatureHeads:
     """Heads of the usual shape for a model: a plain Llama's block of its widths. `narrow`: with one key head and an MLP
     half as wide as the model, FSPAD's two a little less. `draft_vocab`: tokens that an EAGLE-3 head knows; 0: all.
-    `guesses`: those of a pass of DFlash's heads; 0: as many as usual. `exit`: the model's layers before an adapter; 0:
-    the usual number."""
+    `guesses`: those of a pass of DFlash's heads, or of Clover's in a row; 0: as many as usual. `exit`: the model's
+    layers before an adapter; 0: the usual number."""
     config = plain_layer(model, narrow=narrow)
+    usual: dict[str, Callable[[], FeatureHeads]] = {
+        "chimera": lambda: usual_chimera(model, narrow=narrow),
+        "clover": lambda: usual_clover(model, guesses),
+        "dflash": lambda: usual_dflash(model, narrow=narrow, guesses=guesses),
+        "fspad": lambda: usual_fspad(model, narrow=narrow),
+        "kangaroo": lambda: usual_exit_adapter(model, narrow=narrow, exit=exit),
+        "peagle": lambda: PEagle(config, usual_options(model, masked=True)),
+    }
     if kind in PLAIN:
         return PLAIN[kind](config)
-    if kind == "dflash":
-        return usual_dflash(model, narrow=narrow, guesses=guesses)
-    if kind == "kangaroo":
-        return usual_exit_adapter(model, narrow=narrow, exit=exit)
-    if kind in USUAL:
-        return USUAL[kind](model, narrow=narrow)
-    if kind == "peagle":
-        return PEagle(config, usual_options(model, masked=True))
+    if kind in usual:
+        return usual[kind]()
     return Eagle3(config, usual_options(model, draft_vocab))
 
 
@@ -183,6 +183,8 @@ def settings_of(heads: FeatureHeads, model: Model, tokens: int) -> dict[str, Any
         made |= fspad_settings()
     if isinstance(heads, TrigramHeads):
         made |= chimera_settings(heads)
+    if isinstance(heads, CloverHeads):
+        made |= clover_settings(heads)
     return made
 
 

@@ -11,6 +11,7 @@ from phasewise.errors import UserError, near
 from phasewise.train.dense import TokenBlock
 from phasewise.train.heads.aligned import AlignedKind
 from phasewise.train.heads.chimera import ChimeraKind
+from phasewise.train.heads.clover import CloverKind
 from phasewise.train.heads.dflash import DFlashKind
 from phasewise.train.heads.exit import ExitKind
 from phasewise.train.heads.feature import FeatureKind
@@ -69,6 +70,7 @@ class HeadsKind(Protocol):
 
 KINDS: dict[str, HeadsKind] = {
     "chimera": ChimeraKind(),
+    "clover": CloverKind(),
     "dflash": DFlashKind(),
     "eagle1": FeatureKind("eagle1"),
     "eagle3": FeatureKind("eagle3"),
