@@ -7,7 +7,7 @@ settings of layers in `transformer_layer_config` (`layers.py`). It is what phase
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ from phasewise.speculation.heads.eagle import Eagle1, Eagle3, PEagle
 from phasewise.speculation.heads.eagle_layout import eagle1, eagle3, eagle3_settings, usual_options
 from phasewise.speculation.heads.exit import ExitAdapter
 from phasewise.speculation.heads.exit_layout import exit_adapter, exit_settings, usual_exit_adapter
+from phasewise.speculation.heads.falcon import FalconHeads
+from phasewise.speculation.heads.falcon_layout import RECURRENT, falcon, falcon_settings, usual_falcon
 from phasewise.speculation.heads.fitting import digest, named, same_base
 from phasewise.speculation.heads.folder import AUTO, CONFIG, WEIGHTS, StoredHeads, locate, read, seed_of
 from phasewise.speculation.heads.fspad import Fspad
@@ -39,9 +41,14 @@ DRAFTERS = {
     "eagle1": "eagle", "eagle3": "eagle", "peagle": "eagle", "dflash": "dflash", "medusa": "medusa", "mtp": "mtp",
     "hydra": "hydra", "hydra_plus": "hydra", "kangaroo": "kangaroo", "fspad": "fspad",
     "hidden_transfer": "hidden_transfer", "masked_mtp": "masked_mtp", "ppd": "ppd",
+    "falcon": "falcon",
 }  # fmt: skip
 PLAIN: dict[str, Callable[[ModelConfig], FeatureHeads]] = {"eagle1": Eagle1, "mtp": MTP}  # made of a layer alone
-SINGLE = ("eagle1", "fspad", "kangaroo", "mtp")  # kinds of one layer
+READERS: dict[str, Callable[[StoredHeads, ModelConfig, Mapping[str, Tensor], Model], FeatureHeads]] = {
+    "falcon": falcon, "fspad": fspad,
+}  # fmt: skip
+SEVERAL: dict[str, Callable[..., FeatureHeads]] = {"dflash": usual_dflash, "falcon": usual_falcon}  # guesses in a pass
+SINGLE = ("eagle1", "falcon", "fspad", "kangaroo", "mtp")  # kinds of one layer
 
 
 # ---- reading
@@ -70,6 +77,7 @@ def _told_by_layout(stored: StoredHeads) -> str | None:
         "peagle": "mask_hidden" in tensors,
         "eagle3": "Eagle3" in names or "draft_vocab_size" in config or any(x.startswith("midlayer.") for x in tensors),
         "mtp": bool(module_tensors(tensors)) or "eh_proj.weight" in tensors,
+        "falcon": RECURRENT in tensors,
         "fspad": SIGN in tensors,
         "eagle1": "fc.weight" in tensors,
     }
@@ -108,8 +116,8 @@ def load(stored: StoredHeads, model: Model, kind: str) -> FeatureHeads:
         return mtp(stored, config, tensors, model)
     if kind == "kangaroo":
         return exit_adapter(stored, config, tensors, model)
-    if kind == "fspad":
-        return fspad(stored, config, tensors, model)
+    if kind in READERS:
+        return READERS[kind](stored, config, tensors, model)
     if kind in ("eagle3", "peagle"):
         return eagle3(stored, config, tensors, model, masked=kind == "peagle")
     return eagle1(stored, config, tensors, model)
@@ -124,7 +132,7 @@ def random_heads(kind: str, model: Model, seed: int) -> FeatureHeads:
     for name, parameter in made.named_parameters():
         if parameter.ndim > 1:
             nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5, generator=generator)
-        elif name.endswith("bias"):
+        elif "bias" in name:
             nn.init.zeros_(parameter)
     return made
 
@@ -134,13 +142,13 @@ def untrained(
 ) -> FeatureHeads:
     """Heads of the usual shape for a model: a plain Llama's block of its widths. `narrow`: with one key head and an MLP
     half as wide as the model, FSPAD's two a little less. `draft_vocab`: tokens that an EAGLE-3 head knows; 0: all.
-    `guesses`: those of a pass of DFlash's heads; 0: as many as usual. `exit`: the model's layers before an adapter; 0:
-    the usual number."""
+    `guesses`: those of a pass, of DFlash's heads or Falcon's; 0: as many as usual. `exit`: the model's layers before an
+    adapter; 0: the usual number."""
     config = plain_layer(model, narrow=narrow)
     if kind in PLAIN:
         return PLAIN[kind](config)
-    if kind == "dflash":
-        return usual_dflash(model, narrow=narrow, guesses=guesses)
+    if kind in SEVERAL:
+        return SEVERAL[kind](model, narrow=narrow, guesses=guesses)
     if kind == "kangaroo":
         return usual_exit_adapter(model, narrow=narrow, exit=exit)
     if kind == "fspad":
@@ -168,6 +176,8 @@ def settings_of(heads: FeatureHeads, model: Model, tokens: int) -> dict[str, Any
         made |= dflash_settings(heads)
     if isinstance(heads, ExitAdapter):
         made |= exit_settings(heads)
+    if isinstance(heads, FalconHeads):
+        made |= falcon_settings(heads)
     if isinstance(heads, Fspad):
         made |= fspad_settings()
     return made
