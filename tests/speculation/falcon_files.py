@@ -91,9 +91,8 @@ class PlainFalcon(Plain):
         """[1 + guesses, V]: what follows the text, and each guess after it."""
         features, embedded, found = self.features(text[:-1]), self.embeddings[list(text[1:])], list[Tensor]()
         for start in range(0, len(guesses) + 1, self.k):
-            if start:
-                own = list(guesses[start - self.k : start])
-                features, embedded = torch.cat((features, outputs)), torch.cat((embedded, self.embeddings[own]))
             outputs = self.last(embedded, features)
             found.append(oracle.unembedded(self.target, outputs))
+            own = list(guesses[start : start + self.k])
+            features, embedded = torch.cat((features, outputs[: len(own)])), torch.cat((embedded, self.embeddings[own]))
         return torch.cat(found)[: len(guesses) + 1]
