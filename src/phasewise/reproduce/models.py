@@ -34,6 +34,7 @@ from phasewise.model.source import copy_vocabulary
 from phasewise.model.widen import widen
 from phasewise.reproduce.aligned_heads import LEARNED, QUICKLY, eagle_beside_pocket
 from phasewise.reproduce.coded_models import CODED
+from phasewise.reproduce.glancing_heads import plain_beside_pocket
 from phasewise.reproduce.knowers import KEYS, knowing
 from phasewise.reproduce.wide_heads import widen_acceptance, widen_all, widen_exits
 from phasewise.train.kv_heads import KVHeadsJob, looked_at, recover
@@ -218,6 +219,8 @@ MADE: dict[str, Callable[[Path], None]] = {
     "untrained-draft": partial(_from_pocket, untrained, "pocket-draft"),
     "pocket-eagle": partial(eagle_beside_pocket, LEARNED),
     "pocket-eagle-quickly": partial(eagle_beside_pocket, QUICKLY),
+    "pocket-falcon-plain": partial(plain_beside_pocket, LEARNED),
+    "pocket-falcon-plain-quickly": partial(plain_beside_pocket, QUICKLY),
     "pocket-1kv-caches": partial(joined, "caches"),
     "pocket-1kv-weights": partial(joined, "weights"),
     "pocket-1kv-mean": partial(joined, "mean"),
