@@ -23,7 +23,7 @@ from phasewise.request.request import Request
 from phasewise.speculation.companion import Companion, NewNodes, SecondModelKV, common
 from phasewise.speculation.draft_rows import DraftRows
 from phasewise.speculation.feature_model import FeatureModel
-from phasewise.speculation.features import FeatureCompanion, FeatureDrafter, follower
+from phasewise.speculation.features import FeatureCompanion, FeatureDrafter, Features, follower
 from phasewise.speculation.heads.falcon import RECURRENT_LAYERS, FalconHeads, Recurrence
 from phasewise.speculation.tree_drafter import TreeShape
 from phasewise.step.phase import Hidden
@@ -111,6 +111,11 @@ class GroupCompanion(FeatureCompanion):
     @property
     def together(self) -> int:
         return self.heads.together
+
+    def follow(self, features: Features) -> GroupCompanion:
+        super().follow(features)
+        self.heads.pack()
+        return self
 
     def ready(self, request: Request) -> bool:
         return super().ready(request) and len(self.text(request)) >= self.together

@@ -32,7 +32,7 @@ from phasewise.train.trainer import StepLoss
 
 GLANCE = 0.4  # of the tokens that are guessed wrong, so many answers are shown at first
 SAID, SOFT, TEMPERATURE = 0.1, 0.9, 0.95  # weight of both logits' losses, the divergence's among them, its temperature
-OPEN, FORGET, PASSED = 2.0, -1.0, 0.5  # biases of gates at first, and how much of a state passes through both layers
+OPEN, FORGET, PASSED = 2.0, -1.0, 1.0  # biases of gates at first, and how much of a state passes through both layers
 
 
 @dataclass(frozen=True)
