@@ -21,7 +21,7 @@ from phasewise.request.counters import Counters
 from phasewise.request.request import Request
 from phasewise.speculation.feature_model import FeatureModel
 from phasewise.speculation.features import FeatureCompanion, Features
-from phasewise.speculation.group_drafter import GroupCompanion
+from phasewise.speculation.heads.group_drafter import GroupCompanion
 from phasewise.speculation.heads.layouts import feature_heads
 from phasewise.speculation.one_pass import MaskedBlock, MaskedTail, OnePassCompanion
 from phasewise.step.forward import forward

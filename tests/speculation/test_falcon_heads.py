@@ -14,9 +14,9 @@ import torch
 from phasewise.errors import UserError
 from phasewise.request.request import Request
 from phasewise.speculation.companion import NewNodes
-from phasewise.speculation.group_drafter import GroupCompanion, GroupRows
 from phasewise.speculation.heads.falcon import FalconHeads
 from phasewise.speculation.heads.folder import read
+from phasewise.speculation.heads.group_drafter import GroupCompanion, GroupRows
 from phasewise.speculation.heads.layouts import feature_heads, kind_of, settings_of, tensors_of
 from tests import tiny
 from tests.speculation import eagle_files, falcon_files

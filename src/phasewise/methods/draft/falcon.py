@@ -9,8 +9,8 @@ from phasewise.errors import UserError
 from phasewise.methods.draft._feature_tree import FeatureTree
 from phasewise.methods.draft._fixed_ranks import FixedRanks
 from phasewise.speculation.feature_model import FeatureModel
-from phasewise.speculation.group_drafter import GroupDrafter, group_drafter
 from phasewise.speculation.heads import folder
+from phasewise.speculation.heads.group_drafter import GroupDrafter, group_drafter
 from phasewise.speculation.heads.last_state import UNMEASURED, accuracy_of, rank_tree
 from phasewise.speculation.heads.layouts import feature_heads
 from phasewise.speculation.tree_drafter import TreeShape
