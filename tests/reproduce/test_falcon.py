@@ -64,9 +64,9 @@ def test_the_look_at_groups_holds_and_can_fail(monkeypatch: pytest.MonkeyPatch) 
     assert not falcon.groups_see_themselves(lab()).passed
 
 
-def test_passes_of_the_heads_are_counted_for_each_token() -> None:
-    run = cast(Any, SimpleNamespace(work=SimpleNamespace(draft_forwards=12, emitted=24)))
-    assert falcon.heads_passes(cast(Any, None), run) == 0.5 and falcon.ROUNDS == 2
+def test_passes_of_the_heads_are_counted_for_each_verdict() -> None:
+    run = cast(Any, SimpleNamespace(work=SimpleNamespace(draft_forwards=12, forwards=9), requests=[1, 2, 3]))
+    assert falcon.heads_passes(cast(Any, None), run) == 2.0 and falcon.ROUNDS == 2
 
 
 def test_heads_that_ship_are_small() -> None:

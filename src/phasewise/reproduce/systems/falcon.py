@@ -34,8 +34,8 @@ def drafting(heads: str = "auto", model: str = "", tree: str = "likeliest") -> S
 
 
 def heads_passes(case: Case, run: PlayedRun) -> float:
-    """Passes of the heads per token."""
-    return run.work.draft_forwards / run.work.emitted
+    """Passes of the heads per verdict of the model."""
+    return run.work.draft_forwards / (run.work.forwards - len(run.requests))
 
 
 def groups_see_themselves(lab: Lab) -> AttemptOutcome:
@@ -104,7 +104,7 @@ SYSTEM = System(
         Saving("passes per token of code", passes, "rivals", 1.0, load=CODE),
         Saving("passes per token of code at T=1", passes, "baseline", 1.1, load=HOT),
         Saving("passes per token of code at T=1", passes, "rivals", 1.0, load=HOT),
-        Saving("passes of the heads per token of code, against EAGLE-3's block with as many levels", heads_passes,
+        Saving("passes of the heads per verdict, against EAGLE-3's block with as many levels", heads_passes,
                "control", 1.5, load=CODE,
                settings={"control": Setting({"draft": f"eagle:heads=auto,depth={DEPTH},{SHAPE}"}, most=1)}),
     ),
