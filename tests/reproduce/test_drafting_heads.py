@@ -66,7 +66,7 @@ def test_maps_of_low_rank_are_widened_part_by_part(tmp_path: Path) -> None:
     assert counted[0] == counted[1] and counted[0][2] > 3
 
 
-@pytest.mark.parametrize("kind", ["chimera", "dflash", "eagle1", "eagle3", "fspad", "kangaroo", "mtp"])
+@pytest.mark.parametrize("kind", ["chimera", "dflash", "eagle1", "eagle3", "falcon", "fspad", "kangaroo", "mtp"])
 def test_blocks_are_widened_with_all_they_read(kind: str, tmp_path: Path) -> None:
     """Random weights and norms over the tiny model and its widened twin: the same pairs lead to the same guesses."""
     widen(files_of(str(tiny.checkpoint())), tmp_path / "model", 4)

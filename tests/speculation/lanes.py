@@ -21,6 +21,7 @@ from phasewise.request.counters import Counters
 from phasewise.request.request import Request
 from phasewise.speculation.feature_model import FeatureModel
 from phasewise.speculation.features import FeatureCompanion, Features
+from phasewise.speculation.heads.group_drafter import GroupCompanion
 from phasewise.speculation.heads.layouts import feature_heads
 from phasewise.speculation.one_pass import MaskedBlock, MaskedTail, OnePassCompanion
 from phasewise.step.forward import forward
@@ -48,6 +49,11 @@ def one_pass_lane(folder: Path | str, model: Model, guesses: int) -> OnePassComp
     """Heads that guess so many tokens in one pass, likewise."""
     kind = MaskedBlock if feature_heads(model, ONE_PASS, str(folder))[0].features_cached else MaskedTail
     return lane_of(folder, model, ONE_PASS, kind).guessing(guesses)
+
+
+def group_lane(folder: Path | str, model: Model) -> GroupCompanion:
+    """Heads that guess several tokens a pass and go on from these, likewise."""
+    return lane_of(folder, model, ("falcon",), GroupCompanion)
 
 
 def lane_of(folder: Path | str, model: Model, kinds: Sequence[str], kind: type[C]) -> C:

@@ -90,6 +90,9 @@ class HeadsRun:
     draft_vocab: Annotated[
         int, typer.Option(min=0, help="Tokens that EAGLE-3's heads guess among: the most frequent ones. 0: all.")
     ] = 0
+    per_pass: Annotated[
+        int, typer.Option(min=0, max=16, help="Guesses of one pass of Falcon's heads. 0: 2, the paper's best.")
+    ] = 0
     rate: Annotated[float, typer.Option(min=1e-8, help="Learning rate.")] = 1e-3
     sequences: Annotated[int, typer.Option(min=2, help="Number of continuations that the model writes.")] = 2_000
     new: Annotated[int, typer.Option(min=16, help="Most tokens of a continuation.")] = 96
@@ -198,7 +201,7 @@ def heads(
         str,
         typer.Argument(
             metavar="KIND",
-            help="medusa, hydra, hydra_plus, eagle1, eagle3, fspad, mtp, dflash, kangaroo, hidden_transfer, "
+            help="medusa, hydra, hydra_plus, eagle1, eagle3, fspad, falcon, mtp, dflash, kangaroo, hidden_transfer, "
             "masked_mtp, ppd, chimera, clover. Without one: the list.",
         ),
     ] = "",
@@ -240,7 +243,7 @@ def heads(
 
     with _running(out / ASIDE, resume):
         job = HeadsJob(kind, target, out, run.tokens, run.depth, run.rate, run.sequences, run.new, run.prompts,
-                       run.dtype, seed, resume, run.unroll, run.step, run.draft_vocab)  # fmt: skip
+                       run.dtype, seed, resume, run.unroll, run.step, run.draft_vocab, run.per_pass)  # fmt: skip
         found = train_heads(job, counting)
     print(f"{out}\n{found}\nUse it with --draft {DRAFTERS[kind]}:heads={out}")
 

@@ -30,6 +30,7 @@ TINY = {
     "random-dense": "tiny-dense",
     "pocket-eagle": "pocket-eagle-quickly",
     "pocket-trigram-rivals": "pocket-trigram-rivals-quickly",
+    "pocket-falcon-plain": "pocket-falcon-plain-quickly",
     "pocket-1kv-caches-taught": "pocket-1kv-caches",
     "pocket-1kv-mean-taught": "pocket-1kv-mean",
     **dict.fromkeys(

@@ -35,6 +35,7 @@ from phasewise.model.widen import widen
 from phasewise.reproduce import trigram_heads
 from phasewise.reproduce.aligned_heads import LEARNED, QUICKLY, eagle_beside_pocket
 from phasewise.reproduce.coded_models import CODED
+from phasewise.reproduce.glancing_heads import plain_beside_pocket
 from phasewise.reproduce.knowers import KEYS, knowing
 from phasewise.reproduce.wide_heads import widen_acceptance, widen_all, widen_exits
 from phasewise.train.kv_heads import KVHeadsJob, looked_at, recover
@@ -221,6 +222,8 @@ MADE: dict[str, Callable[[Path], None]] = {
     "pocket-eagle-quickly": partial(eagle_beside_pocket, QUICKLY),
     "pocket-trigram-rivals": partial(trigram_heads.rivals_beside_pocket, trigram_heads.LEARNED),
     "pocket-trigram-rivals-quickly": partial(trigram_heads.rivals_beside_pocket, trigram_heads.QUICKLY),
+    "pocket-falcon-plain": partial(plain_beside_pocket, LEARNED),
+    "pocket-falcon-plain-quickly": partial(plain_beside_pocket, QUICKLY),
     "pocket-1kv-caches": partial(joined, "caches"),
     "pocket-1kv-weights": partial(joined, "weights"),
     "pocket-1kv-mean": partial(joined, "mean"),

@@ -41,7 +41,8 @@ class _BlockWidening:
 
     `repeated`: what makes the block's residual, and norms of it, where that is repeated; all else is padded with zeros.
     `padded`: norms of padded rows, whose mean square falls by the factor. `parts`: widths of the model that lie side by
-    side in what a matrix reads, one if it is not named; `outputs`: in what it gives, by its whole name. Norms of single
+    side in what a matrix reads, by its whole name or that part, one if it is not named; `outputs`: in what it gives, by
+    its whole name. Norms of single
     attention heads (`OF_HEADS`) stay as they are.
     """
 
@@ -62,6 +63,11 @@ BLOCKS = {
     "dflash": _BlockWidening((*RESIDUAL, "fc", "hidden_norm"), parts={"fc": 3}),
     "eagle1": _BlockWidening(padded=("post_attention_layernorm",), parts={"fc": 2}),
     "eagle3": _BlockWidening((*RESIDUAL, "fc", "hidden_norm"), parts={"fc": 3, "q_proj": 2, "k_proj": 2, "v_proj": 2}),
+    "falcon": _BlockWidening(
+        padded=("post_attention_layernorm",),
+        parts={"lstm.weight_ih_l0": 2},
+        outputs={f"lstm.{kind}_{of}h_l{layer}": 4 for kind in ("weight", "bias") for of in "ih" for layer in (0, 1)},
+    ),  # of an LSTM gate whose sums are 0, and whose state was, the state stays 0
     "fspad": _BlockWidening(
         padded=("post_attention_layernorm",), parts={"fc": 2}, outputs={"layers.0.mlp.down_proj.weight": 2}
     ),
@@ -145,13 +151,14 @@ def _of_block(name: str, tensor: Tensor, how: _BlockWidening, factor: int) -> Te
     if own in OF_HEADS:
         return tensor
     if tensor.ndim == 2:
-        tensor = _padded(tensor, 1, (how.parts or {}).get(own, 1), factor)
+        parts = how.parts or {}
+        tensor = _padded(tensor, 1, parts.get(name, parts.get(own, 1)), factor)
     if own in FACES_TOKENS:
         return tensor
     if own in how.repeated:
         return tensor.repeat(factor, *(1,) * (tensor.ndim - 1))
-    parts = (how.outputs or {}).get(name, 1)
-    return _padded(tensor * factor**-0.5 if own in how.padded else tensor, 0, parts, factor)
+    outputs = (how.outputs or {}).get(name, 1)
+    return _padded(tensor * factor**-0.5 if own in how.padded else tensor, 0, outputs, factor)
 
 
 def _padded(tensor: Tensor, dim: int, parts: int, factor: int) -> Tensor:

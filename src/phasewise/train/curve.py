@@ -14,6 +14,7 @@ LINES = (
     ("kept_loss", "#3565a4", "divergence from the base without"),
     ("gate_loss", "#3565a4", "mean of the gates"),
     ("wrong_loss", "#c8682c", "wrong answers, share"),
+    ("divergence_loss", "#3565a4", "divergence from the model"),
     ("head1_loss", "#3565a4", "head 1"),
     ("head2_loss", "#c8682c", "head 2"),
     ("head3_loss", "#4f8f4a", "head 3"),

@@ -28,6 +28,8 @@ from phasewise.speculation.heads.eagle import Eagle1, Eagle3, PEagle
 from phasewise.speculation.heads.eagle_layout import eagle1, eagle3, eagle3_settings, usual_options
 from phasewise.speculation.heads.exit import ExitAdapter
 from phasewise.speculation.heads.exit_layout import exit_adapter, exit_settings, usual_exit_adapter
+from phasewise.speculation.heads.falcon import FalconHeads
+from phasewise.speculation.heads.falcon_layout import RECURRENT, falcon, falcon_settings, usual_falcon
 from phasewise.speculation.heads.fitting import digest, named, same_base
 from phasewise.speculation.heads.folder import AUTO, CONFIG, WEIGHTS, StoredHeads, locate, read, seed_of
 from phasewise.speculation.heads.fspad import Fspad
@@ -44,18 +46,19 @@ DRAFTERS = {
     "eagle1": "eagle", "eagle3": "eagle", "peagle": "eagle", "dflash": "dflash", "medusa": "medusa", "mtp": "mtp",
     "hydra": "hydra", "hydra_plus": "hydra", "kangaroo": "kangaroo", "fspad": "fspad",
     "hidden_transfer": "hidden_transfer", "masked_mtp": "masked_mtp", "ppd": "ppd",
-    "chimera": "chimera", "clover": "clover",
+    "chimera": "chimera", "clover": "clover", "falcon": "falcon",
 }  # fmt: skip
 PLAIN: dict[str, Callable[[ModelConfig], FeatureHeads]] = {"eagle1": Eagle1, "mtp": MTP}  # made of a layer alone
 READERS: dict[str, Callable[[StoredHeads, ModelConfig, Mapping[str, Tensor], Model], FeatureHeads]] = {
     "chimera": chimera,
     "clover": clover,
     "dflash": dflash,
+    "falcon": falcon,
     "fspad": fspad,
     "kangaroo": exit_adapter,
     "mtp": mtp,
 }
-SINGLE = ("chimera", "eagle1", "fspad", "kangaroo", "mtp")  # kinds of one layer
+SINGLE = ("chimera", "eagle1", "falcon", "fspad", "kangaroo", "mtp")  # kinds of one layer
 
 
 # ---- reading
@@ -85,6 +88,7 @@ def _told_by_layout(stored: StoredHeads) -> str | None:
         "eagle3": "Eagle3" in names or "draft_vocab_size" in config or any(x.startswith("midlayer.") for x in tensors),
         "mtp": bool(module_tensors(tensors)) or "eh_proj.weight" in tensors,
         "chimera": TRIGRAM in tensors,
+        "falcon": RECURRENT in tensors,
         "fspad": SIGN in tensors,
         "eagle1": "fc.weight" in tensors,
     }
@@ -133,7 +137,7 @@ def random_heads(kind: str, model: Model, seed: int) -> FeatureHeads:
     for name, parameter in made.named_parameters():
         if parameter.ndim > 1:
             nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5, generator=generator)
-        elif name.endswith("bias"):
+        elif "bias" in name:
             nn.init.zeros_(parameter)
     return made
 
@@ -143,13 +147,14 @@ def untrained(
 ) -> FeatureHeads:
     """Heads of the usual shape for a model: a plain Llama's block of its widths. `narrow`: with one key head and an MLP
     half as wide as the model, FSPAD's two a little less. `draft_vocab`: tokens that an EAGLE-3 head knows; 0: all.
-    `guesses`: those of a pass of DFlash's heads, or of Clover's in a row; 0: as many as usual. `exit`: the model's
-    layers before an adapter; 0: the usual number."""
+    `guesses`: those of a pass of DFlash's heads or Falcon's, or of Clover's in a row; 0: as many as usual. `exit`: the
+    model's layers before an adapter; 0: the usual number."""
     config = plain_layer(model, narrow=narrow)
     usual: dict[str, Callable[[], FeatureHeads]] = {
         "chimera": lambda: usual_chimera(model, narrow=narrow),
         "clover": lambda: usual_clover(model, guesses),
         "dflash": lambda: usual_dflash(model, narrow=narrow, guesses=guesses),
+        "falcon": lambda: usual_falcon(model, narrow=narrow, guesses=guesses),
         "fspad": lambda: usual_fspad(model, narrow=narrow),
         "kangaroo": lambda: usual_exit_adapter(model, narrow=narrow, exit=exit),
         "peagle": lambda: PEagle(config, usual_options(model, masked=True)),
@@ -181,6 +186,8 @@ def settings_of(heads: FeatureHeads, model: Model, tokens: int) -> dict[str, Any
         made |= exit_settings(heads)
     if isinstance(heads, Fspad):
         made |= fspad_settings()
+    if isinstance(heads, FalconHeads):
+        made |= falcon_settings(heads)
     if isinstance(heads, TrigramHeads):
         made |= chimera_settings(heads)
     if isinstance(heads, CloverHeads):

@@ -14,6 +14,7 @@ from phasewise.train.heads.chimera import ChimeraKind
 from phasewise.train.heads.clover import CloverKind
 from phasewise.train.heads.dflash import DFlashKind
 from phasewise.train.heads.exit import ExitKind
+from phasewise.train.heads.falcon import FalconKind
 from phasewise.train.heads.feature import FeatureKind
 from phasewise.train.heads.hidden_transfer import TransferKind
 from phasewise.train.heads.last_state import HydraKind, HydraPlusKind, MedusaKind
@@ -74,6 +75,7 @@ KINDS: dict[str, HeadsKind] = {
     "dflash": DFlashKind(),
     "eagle1": FeatureKind("eagle1"),
     "eagle3": FeatureKind("eagle3"),
+    "falcon": FalconKind(),
     "fspad": AlignedKind("fspad"),
     "hidden_transfer": TransferKind(),
     "hydra": HydraKind(),

@@ -3,7 +3,8 @@
 The model is frozen. Each depth learns the model's whole distribution where the token it guesses stands (soft
 cross-entropy), in what the model wrote and in the prompts before, whose rows are computed anyway; depth i counts 0.8^i
 as much as the first. Some kinds learn the first depth alone, and to pass on the model's states (`aligned.py`); one
-learns only where the text is the model's greedy continuation (`ppd.py`). Masks have three losses (`masked_mtp.py`).
+learns only where the text is the model's greedy continuation (`ppd.py`). Masks have three losses (`masked_mtp.py`), and
+so have heads that guess several tokens a pass (`falcon.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import errno
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,14 @@ from torch.optim import AdamW
 from phasewise.errors import UserError
 from phasewise.speculation.heads import folder
 from phasewise.speculation.heads.block import FeatureHeads
+from phasewise.speculation.heads.falcon import FalconHeads
 from phasewise.speculation.heads.last_state import RANKS
 from phasewise.speculation.heads.masked_mtp import MaskedHeads
 from phasewise.train.dense import TokenBlock
 from phasewise.train.heads import acceptance
 from phasewise.train.heads.acceptance import Acceptance
 from phasewise.train.heads.aligned import FEATURE, LOGITS, AlignedKind
+from phasewise.train.heads.falcon import FalconKind
 from phasewise.train.heads.kinds import HeadsKind, kind_of
 from phasewise.train.heads.masked_mtp import MaskedKind, MaskLosses
 from phasewise.train.heads.ppd import PromptKind
@@ -69,6 +72,7 @@ class HeadsJob:
     unroll: int = 0  # depths that are learned; later ones are only measured. 0: all, or the first of aligned heads
     step: int = 0  # tokens of a step; 0: STEP, or a quarter of that
     draft_vocab: int = 0  # most frequent tokens that an output matrix of the heads' own knows; 0: all
+    per_pass: int = 0  # guesses of a pass of falcon's heads; 0: as many as usual
 
     @property
     def aside(self) -> Path:
@@ -85,7 +89,8 @@ class HeadsJob:
         words = [f"phasewise train heads {self.kind} --for {self.model} --tokens {self.tokens} --depth {self.depth}",
                  f"--sequences {self.sequences} --new {self.new} --rate {self.rate:g} --dtype {self.dtype}",
                  f"--seed {self.seed}"]  # fmt: skip
-        options = (("unroll", self.unroll), ("step", self.step), ("draft-vocab", self.draft_vocab))
+        options = (("unroll", self.unroll), ("step", self.step), ("draft-vocab", self.draft_vocab),
+                   ("per-pass", self.per_pass))  # fmt: skip
         words += [f"--{name} {n}" for name, n in options if n]
         return " ".join(words) + (f" --prompts {self.prompts.name}" if self.prompts else "")
 
@@ -97,8 +102,7 @@ def train(job: HeadsJob, bar: Bar, kind: HeadsKind | None = None) -> Acceptance:
     Raises UserError for an unknown kind, a model that cannot be a target, a draft vocabulary or depths that it cannot
     have, a run that cannot be resumed so, a loss that is no number and a full disk; what a checkpoint holds is kept.
     """
-    kind = kind or kind_of(job.kind)
-    check(job, kind)
+    kind = checked(job, kind or kind_of(job.kind))
     with naming_failures(job):
         target = FrozenTarget(job.model, job.dtype)
         settings = {**job.settings, "base": target.fingerprint}
@@ -119,23 +123,32 @@ def train(job: HeadsJob, bar: Bar, kind: HeadsKind | None = None) -> Acceptance:
         if job.resume:
             run.read(job.aside / CHECKPOINT)
         data = WrittenBatches(written, pad, job.seed, prompts=True)
-        learned = job.unroll or None
+        learned, plan = job.unroll or None, recipe(job, target)
+        progress = [at for _, at in plan.steps()]
 
         def loss(_: object, blocks: Sequence[TokenBlock]) -> StepLoss:
-            return heads_loss(kind, module, target, blocks, learned)
+            return heads_loss(kind, module, target, blocks, learned, progress[run.step])
 
-        fit(run, loss, data, recipe(job, target), job.aside)
+        fit(run, loss, data, plan, job.aside)
         return finish(job, kind, module, target, heldout, pad)
 
 
-def check(job: HeadsJob, kind: HeadsKind) -> None:
-    """Raise UserError for a draft vocabulary or depths that heads of a kind cannot have."""
+def checked(job: HeadsJob, kind: HeadsKind) -> HeadsKind:
+    """The kind with what the job says of it. Raises UserError for a draft vocabulary, depths or guesses of a pass that
+    its heads cannot have."""
     if job.draft_vocab and not kind.own_output:
         raise UserError(f"draft_vocab={job.draft_vocab}: heads of kind {job.kind} guess by the model's own output "
                         "matrix, over all tokens. Leave it out, or train eagle3")  # fmt: skip
     if job.unroll > 1 and isinstance(kind, AlignedKind):
         raise UserError(f"unroll={job.unroll}: heads of kind {job.kind} learn the first depth alone, from the model's "
                         "own states. Leave it out, or train eagle1")  # fmt: skip
+    if isinstance(kind, FalconKind) and job.unroll:
+        raise UserError(f"unroll={job.unroll}: heads of kind {job.kind} learn the guesses of their first pass, from "
+                        "the model's own states. Leave it out, or train eagle1")  # fmt: skip
+    if job.per_pass and not isinstance(kind, FalconKind):
+        raise UserError(f"per_pass={job.per_pass}: heads of kind {job.kind} have no such number. Leave it out, or "
+                        "train falcon")  # fmt: skip
+    return replace(kind, together=job.per_pass) if isinstance(kind, FalconKind) and job.per_pass else kind
 
 
 def frequent(written: Sequence[WrittenText], count: int, vocab: int) -> Tensor:
@@ -154,10 +167,15 @@ def recipe(job: HeadsJob, target: FrozenTarget) -> TrainingRecipe:
 
 
 def heads_loss(
-    kind: HeadsKind, module: nn.Module, target: FrozenTarget, blocks: Sequence[TokenBlock], learned: int | None = None
-) -> StepLoss:
+    kind: HeadsKind, module: nn.Module, target: FrozenTarget, blocks: Sequence[TokenBlock],
+    learned: int | None = None, progress: float = 0.0,
+) -> StepLoss:  # fmt: skip
     """Soft cross-entropies of all depths, or of the first `learned` ones (nats), each the mean over its positions in
-    all blocks. Aligned heads and masks have losses of their own."""
+    all blocks. Aligned heads, masks and Falcon's heads have losses of their own; the last one's hangs on `progress`,
+    the share of the run that is over."""
+    if isinstance(kind, FalconKind):
+        assert isinstance(module, FalconHeads)
+        return kind.loss(module, target, blocks, progress)
     if isinstance(kind, AlignedKind):
         return aligned_loss(kind, module, target, blocks)
     if isinstance(kind, MaskedKind):
