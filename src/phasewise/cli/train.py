@@ -100,6 +100,9 @@ class HeadsRun:
     dtype: Annotated[
         Literal["float32", "bfloat16"], typer.Option(help="What the frozen model computes in; heads learn in float32.")
     ] = "float32"
+    start: Annotated[
+        str, typer.Option(metavar="MODEL", help="A draft model of the same vocabulary that diffuspec begins with.")
+    ] = ""
 
 
 @dataclass(frozen=True)
@@ -199,7 +202,7 @@ def heads(
         typer.Argument(
             metavar="KIND",
             help="medusa, hydra, hydra_plus, eagle1, eagle3, fspad, mtp, dflash, kangaroo, hidden_transfer, "
-            "masked_mtp, ppd. Without one: the list.",
+            "masked_mtp, ppd, diffuspec. Without one: the list.",
         ),
     ] = "",
     target: Annotated[
@@ -240,7 +243,7 @@ def heads(
 
     with _running(out / ASIDE, resume):
         job = HeadsJob(kind, target, out, run.tokens, run.depth, run.rate, run.sequences, run.new, run.prompts,
-                       run.dtype, seed, resume, run.unroll, run.step, run.draft_vocab)  # fmt: skip
+                       run.dtype, seed, resume, run.unroll, run.step, run.draft_vocab, run.start)  # fmt: skip
         found = train_heads(job, counting)
     print(f"{out}\n{found}\nUse it with --draft {DRAFTERS[kind]}:heads={out}")
 

@@ -38,7 +38,7 @@ SAID = "speculators_model_type"
 DRAFTERS = {
     "eagle1": "eagle", "eagle3": "eagle", "peagle": "eagle", "dflash": "dflash", "medusa": "medusa", "mtp": "mtp",
     "hydra": "hydra", "hydra_plus": "hydra", "kangaroo": "kangaroo", "fspad": "fspad",
-    "hidden_transfer": "hidden_transfer", "masked_mtp": "masked_mtp", "ppd": "ppd",
+    "hidden_transfer": "hidden_transfer", "masked_mtp": "masked_mtp", "ppd": "ppd", "diffuspec": "diffuspec",
 }  # fmt: skip
 PLAIN: dict[str, Callable[[ModelConfig], FeatureHeads]] = {"eagle1": Eagle1, "mtp": MTP}  # made of a layer alone
 SINGLE = ("eagle1", "fspad", "kangaroo", "mtp")  # kinds of one layer

@@ -11,6 +11,7 @@ from phasewise.errors import UserError, near
 from phasewise.train.dense import TokenBlock
 from phasewise.train.heads.aligned import AlignedKind
 from phasewise.train.heads.dflash import DFlashKind
+from phasewise.train.heads.diffuspec import MaskedDraftKind
 from phasewise.train.heads.exit import ExitKind
 from phasewise.train.heads.feature import FeatureKind
 from phasewise.train.heads.hidden_transfer import TransferKind
@@ -68,6 +69,7 @@ class HeadsKind(Protocol):
 
 KINDS: dict[str, HeadsKind] = {
     "dflash": DFlashKind(),
+    "diffuspec": MaskedDraftKind(),
     "eagle1": FeatureKind("eagle1"),
     "eagle3": FeatureKind("eagle3"),
     "fspad": AlignedKind("fspad"),

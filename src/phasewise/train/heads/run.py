@@ -12,7 +12,7 @@ import errno
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from phasewise.train.dense import TokenBlock
 from phasewise.train.heads import acceptance
 from phasewise.train.heads.acceptance import Acceptance
 from phasewise.train.heads.aligned import FEATURE, LOGITS, AlignedKind
+from phasewise.train.heads.diffuspec import MaskedDecoder, MaskedDraftKind
 from phasewise.train.heads.kinds import HeadsKind, kind_of
 from phasewise.train.heads.masked_mtp import MaskedKind, MaskLosses
 from phasewise.train.heads.ppd import PromptKind
@@ -69,6 +70,7 @@ class HeadsJob:
     unroll: int = 0  # depths that are learned; later ones are only measured. 0: all, or the first of aligned heads
     step: int = 0  # tokens of a step; 0: STEP, or a quarter of that
     draft_vocab: int = 0  # most frequent tokens that an output matrix of the heads' own knows; 0: all
+    start: str = ""  # a draft model that a masked draft begins as; "": fresh weights
 
     @property
     def aside(self) -> Path:
@@ -85,7 +87,12 @@ class HeadsJob:
         words = [f"phasewise train heads {self.kind} --for {self.model} --tokens {self.tokens} --depth {self.depth}",
                  f"--sequences {self.sequences} --new {self.new} --rate {self.rate:g} --dtype {self.dtype}",
                  f"--seed {self.seed}"]  # fmt: skip
-        options = (("unroll", self.unroll), ("step", self.step), ("draft-vocab", self.draft_vocab))
+        options = (
+            ("unroll", self.unroll),
+            ("step", self.step),
+            ("draft-vocab", self.draft_vocab),
+            ("start", self.start),
+        )
         words += [f"--{name} {n}" for name, n in options if n]
         return " ".join(words) + (f" --prompts {self.prompts.name}" if self.prompts else "")
 
@@ -99,6 +106,7 @@ def train(job: HeadsJob, bar: Bar, kind: HeadsKind | None = None) -> Acceptance:
     """
     kind = kind or kind_of(job.kind)
     check(job, kind)
+    kind = begun(kind, job)
     with naming_failures(job):
         target = FrozenTarget(job.model, job.dtype)
         settings = {**job.settings, "base": target.fingerprint}
@@ -114,6 +122,8 @@ def train(job: HeadsJob, bar: Bar, kind: HeadsKind | None = None) -> Acceptance:
         module = kind.build(target, job.depth, known)
         some = pad_rows([[(text.prompt, True), (text.reply, True)] for text in written[:SOME]], pad)
         kind.begin(module, target, TokenBlock(*(each.to(target.output.device) for each in some)))
+        if isinstance(module, MaskedDecoder):
+            module.count(written)
         adam = AdamW(module.parameters(), lr=job.rate, betas=(0.9, 0.95), weight_decay=0.0)
         run = TrainingRun(module, [adam], settings=settings)
         if job.resume:
@@ -136,6 +146,14 @@ def check(job: HeadsJob, kind: HeadsKind) -> None:
     if job.unroll > 1 and isinstance(kind, AlignedKind):
         raise UserError(f"unroll={job.unroll}: heads of kind {job.kind} learn the first depth alone, from the model's "
                         "own states. Leave it out, or train eagle1")  # fmt: skip
+    if job.start and not isinstance(kind, MaskedDraftKind):
+        raise UserError(f"start={job.start}: heads of kind {job.kind} begin with weights of their own. Leave it out, "
+                        "or train diffuspec")  # fmt: skip
+
+
+def begun(kind: HeadsKind, job: HeadsJob) -> HeadsKind:
+    """The same kind, whose weights begin as the job says."""
+    return replace(kind, start=job.start) if isinstance(kind, MaskedDraftKind) else kind
 
 
 def frequent(written: Sequence[WrittenText], count: int, vocab: int) -> Tensor:
@@ -162,6 +180,9 @@ def heads_loss(
         return aligned_loss(kind, module, target, blocks)
     if isinstance(kind, MaskedKind):
         return masked_loss(kind, module, target, blocks, learned)
+    if isinstance(kind, MaskedDraftKind):
+        assert isinstance(module, MaskedDecoder)
+        return kind.loss(module, target, blocks, learned)
     sums: list[Tensor] = []
     counts: list[int] = []
     for block in blocks:
