@@ -28,13 +28,15 @@ from phasewise.speculation.heads.diffuspec_layout import MOST, TRIGRAMS, draft_s
 from phasewise.speculation.trigrams import SmoothedTrigrams
 from phasewise.train import dense
 from phasewise.train.dense import DenseDecoder, DenseShape, TokenBlock
+from phasewise.train.device import halved
 from phasewise.train.heads.target import FrozenTarget, SeenBlock
 from phasewise.train.passes import Pass
 from phasewise.train.trainer import StepLoss
 from phasewise.train.written import WrittenText
 
 WIDTH, HEAD, LAYERS = 192, 64, 2  # of a fresh decoder
-SHORT = 8  # places of most blocks that are learned; the others are as long as blocks may be
+TURNS = (4, 4, 8, MOST)  # places of the blocks of a step, at most as many as blocks may have
+SHOWN = 4  # places whose losses are told
 FADING = 0.8  # weight of a place over that of the one before
 GLANCED = 0.5  # of the wrong tokens of a block, the share that is shown
 SMOOTH = 0.1  # of a mask's labels, what is spread over all tokens
@@ -77,10 +79,9 @@ class MaskedDecoder(nn.Module):
         both = TokenBlock(torch.cat((block.ids, ids.flatten(1)), 1), block.targets,
                           torch.cat((block.positions, positions.flatten(1)), 1))  # fmt: skip
         sees = _sees(length, roots, masks)
-        x = self.decoder.hidden([both], Pass(sees=lambda layer, number: sees)).view(
-            rows, -1, self.decoder.shape.hidden_size
-        )
-        return x[:, :length], x[:, length:].reshape(rows, *places.shape, -1)
+        width = self.decoder.shape.hidden_size
+        x = self.decoder.hidden([both], Pass(sees=lambda layer, number: sees)).view(rows, -1, width)
+        return x[:, :length], x[:, length:].reshape(rows, *places.shape, width)
 
     def logits(self, states: Tensor) -> Tensor:
         """[n, d] -> [n, V] over the target's vocabulary."""
@@ -171,8 +172,7 @@ class MaskedDraftKind:
         means = [total / max(1, count) for total, count in zip(sums, counts)]
         weights = [FADING**place for place in range(len(means))]
         total = torch.stack([weight * mean for weight, mean in zip(weights, means)]).sum() / sum(weights)
-        parts = {"text": float(means[0].detach())}
-        parts |= {f"mask{place}": float(mean.detach()) for place, mean in enumerate(means[1:SHORT], 1)}
+        parts = {f"head{place}": float(mean.detach()) for place, mean in enumerate(means[:SHOWN], 1)}
         return StepLoss(total, parts, sum(block.ids.numel() for block in blocks))
 
     def _of_block(
@@ -184,7 +184,7 @@ class MaskedDraftKind:
         place = torch.zeros(told.shape, dtype=torch.int64, device=told.device)
         place[told] = torch.arange(len(chances), device=told.device)
         chosen = int(block.ids.sum())
-        guesses = most if chosen // 2 % 4 == 0 else min(SHORT, most)
+        guesses = min(most, TURNS[chosen // 2 % len(TURNS)])
         masks = guesses - 1
         roots = torch.arange(chosen % guesses, length, guesses, device=told.device)
         ahead = roots[:, None] + 1 + torch.arange(masks, device=told.device)  # [n, masks]: places of the masks
@@ -195,12 +195,15 @@ class MaskedDraftKind:
         if chosen % 2 and masks:
             shown = self._glance(module, block, roots, masks)
             learned &= ~F.pad(shown[..., 1:], (0, 1))  # a row whose token stands beside it has nothing to learn
-        text, filled = module.states(block, roots, masks, shown)
-        yield F.cross_entropy(module.logits(text[told]), chances, reduction="sum"), len(chances)
+        with halved(told.device):
+            text, filled = module.states(block, roots, masks, shown)
+            said = module.logits(text[told]).float()
+        yield F.cross_entropy(said, chances, reduction="sum"), len(chances)
         for i in range(masks):
             rows = learned[:, :, i]
             wanted = chances[place[:, ahead[:, i]][rows]]
-            said = module.logits(filled[:, :, i][rows])
+            with halved(told.device):
+                said = module.logits(filled[:, :, i][rows]).float()
             yield F.cross_entropy(said, wanted, reduction="sum", label_smoothing=SMOOTH), len(said)
 
     @torch.no_grad()
@@ -210,9 +213,11 @@ class MaskedDraftKind:
         length = block.ids.shape[1]
         places = roots[:, None] + 1 + torch.arange(masks, device=roots.device)
         inside = (places < length) & (block.targets[:, places.clamp(max=length - 1)] >= 0)
-        _, filled = module.states(block, roots, masks)
+        with halved(roots.device):
+            _, filled = module.states(block, roots, masks)
+            said = module.logits(filled).argmax(-1)
         right = block.targets[:, places.clamp(max=length - 1)]
-        wrong = (module.logits(filled).argmax(-1) != right) & inside
+        wrong = (said != right) & inside
         shares = GLANCED * wrong.sum(-1, keepdim=True) / masks
         made = torch.Generator().manual_seed(int(block.ids.sum()))
         drawn = torch.rand(inside.shape, generator=made).to(shares.device)
