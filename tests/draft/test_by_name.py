@@ -25,7 +25,8 @@ PROMPTS = [
     "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
 ]
 # drafters with heads for pocket
-SHIPPED = ("dflash", "eagle", "fspad", "hidden_transfer", "hydra", "kangaroo", "masked_mtp", "medusa", "mtp", "ppd")
+SHIPPED = ("dflash", "eagle", "fspad", "hidden_transfer", "hydra", "kangaroo", "masked_mtp", "medusa", "mtp", "ppd",
+           "diffuspec", "gad")  # fmt: skip
 GREEDY = Params(max_tokens=24, ignore_eos=True)
 
 
