@@ -11,13 +11,13 @@ from torch.nn import functional as F
 from phasewise.errors import UserError
 from phasewise.speculation.heads import folder
 from phasewise.speculation.heads.diffuspec_layout import TRIGRAMS, masked_draft
-from phasewise.train.dense import DenseDecoder, DenseShape
+from phasewise.train.dense import DenseDecoder, DenseShape, TokenBlock
 from phasewise.train.heads import diffuspec
 from phasewise.train.heads.diffuspec import FADING, SMOOTH, MaskedDecoder, MaskedDraftKind
 from phasewise.train.heads.kinds import KINDS
 from phasewise.train.heads.run import HeadsJob, heads_loss, train
 from phasewise.train.heads.target import FrozenTarget
-from phasewise.train.mixture import pad_rows
+from phasewise.train.mixture import NO_LOSS, pad_rows
 from phasewise.train.written import WrittenText
 from tests import tiny
 from tests.speculation.diffuspec_files import PlainBlock
@@ -105,6 +105,21 @@ def test_what_is_shown_is_read_and_not_learned() -> None:
     assert not torch.allclose(plain[0, 0, 0], with_it[0, 0, 0], atol=1e-3)
     glanced = KIND._glance(module, block, roots, 3)
     assert glanced.shape == (2, 1, 3) and its.vocab == module.mask
+
+
+def test_a_row_whose_token_is_shown_beside_it_is_not_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all masks of a block shown, the last one alone is learned: the token behind it is in no block."""
+    its, module, block = target(), decoder(), pad_rows(ROWS, 0)
+    monkeypatch.setattr(
+        MaskedDraftKind, "_glance", lambda self, module, block, roots, n: torch.ones(2, len(roots), n, dtype=torch.bool)
+    )
+    for odd in (0, 1):
+        ids = torch.cat((block.ids, torch.full((2, 1), 0)), 1)
+        ids[0, -1] = (int(block.ids.sum()) + odd) % 2  # an even sum takes all masks as they are
+        padded = TokenBlock.of(ids, F.pad(block.targets, (0, 1), value=NO_LOSS))
+        counts = [count for _, count in KIND._of_block(module, its, padded, 4)]
+        assert counts[0] == int((block.targets >= 0).sum()) and counts[3] > 0
+        assert (counts[1] > 0 and counts[2] > 0) is (odd == 0) and (odd == 0 or counts[1] == counts[2] == 0)
 
 
 def test_it_learns_what_the_target_writes() -> None:
