@@ -138,10 +138,10 @@ def test_it_learns_what_the_target_writes() -> None:
     assert losses[-1] < losses[0] - 1
 
 
-def test_trigrams_are_of_replies_and_the_two_tokens_before() -> None:
+def test_trigrams_are_of_prompts_and_replies() -> None:
     module = decoder()
-    module.count([WrittenText([1, 2, 3, 4], [5, 6]), WrittenText([9], [4, 5, 6])])
-    assert module.trigrams.tolist() == [[3, 4, 5, 1], [4, 5, 6, 2], [9, 4, 5, 1]]
+    module.count([WrittenText([2, 3, 4], [5, 6]), WrittenText([9], [4, 5, 6])])
+    assert module.trigrams.tolist() == [[2, 3, 4, 1], [3, 4, 5, 1], [4, 5, 6, 2], [9, 4, 5, 1]]
     assert torch.equal(KIND.tensors(module)[TRIGRAMS], module.trigrams)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-WEIGHT = 2.0  # a shorter context's distribution counts as so many tokens seen after the longer one
+WEIGHT = 50.0  # a shorter context's distribution counts as so many tokens seen after the longer one
 NONE = -1  # in place of a token where a text has fewer than two
 
 

@@ -57,8 +57,8 @@ class MaskedDecoder(nn.Module):
         return self.decoder.shape.vocab_size - 1
 
     def count(self, written: Sequence[WrittenText]) -> None:
-        """Count the trigrams of what the target wrote, each reply with the two tokens before it."""
-        texts = ([*text.prompt[-2:], *text.reply] for text in written)
+        """Count the trigrams of what the target was asked and wrote."""
+        texts = ([*text.prompt, *text.reply] for text in written)
         self.trigrams = SmoothedTrigrams.of(texts, self.mask, KEPT).table
 
     def states(
