@@ -25,7 +25,8 @@ class DiffuSpec(Method):
 
     At each place the likeliest tokens of a mass of `tau` are candidates, `candidates` of them at most, and tokens that
     end a text. A beam of `beams` paths is scored by `lam` log p + (1 - `lam`) log q, summed over places: p is the draft
-    model's, q that of a 3-gram model of the texts that the target writes. `path=argmax` takes the likeliest token of each place.
+    model's, q that of a 3-gram model of the texts that the target writes. `path=argmax` takes the likeliest token of
+    each place.
 
     The block's length follows two moving averages that take `rho` of each new value: of tokens before an end token in
     the likeliest ones, and of accepted guesses. Where the second is as large as the first, `delta` is added. With

@@ -144,9 +144,9 @@ def faster(other: Setting, against: str) -> Timing:
 SYSTEM = System(
     title="DiffuSpec",
     paper=Paper("DiffuSpec: Unlocking Diffusion Language Models for Speculative Decoding", "2510.02358"),
-    claim="a pretrained diffusion model drafts a whole chain in one pass; a search for a path that a 3-gram model finds "
-    "likely as well, and a length that adapts, make greedy answers 3.08 times as fast as plain decoding on average, "
-    "where a draft model of as many weights that guesses one token after the other is 1.67 times as fast.",
+    claim="a pretrained diffusion model drafts a whole chain in one pass; a search for a path that a 3-gram model "
+    "finds likely as well, and a length that adapts, make greedy answers 3.08 times as fast as plain decoding on "
+    "average, where a draft model of as many weights that guesses one token after the other is 1.67 times as fast.",
     conditions=("Qwen2.5 32B, drafted for by Dream 7B, greedy, one request at a time, on an A100",
                 "20 to 30 masks, beams of 3, lam 0.5", "Spec-Bench"),
     method=drafting(),
