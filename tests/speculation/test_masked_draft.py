@@ -160,7 +160,7 @@ def test_what_does_not_fit_is_refused_by_name(name: str, tmp_path: Path) -> None
 
 def test_without_trigrams_no_path_is_scored_by_them(tmp_path: Path) -> None:
     heads = masked_files(tmp_path, trigrams=None)
-    with pytest.raises(UserError, match=r"diffuspec: lam=0.5 needs trigrams, .* say lam=1"):
+    with pytest.raises(UserError, match=r"diffuspec: lam=0.95 needs trigrams, .* say lam=1"):
         tiny.engine({"draft": f"diffuspec:heads={heads}"})
     for knobs in ("lam=1", "path=argmax"):
         tiny.engine({"draft": f"diffuspec:heads={heads},{knobs}"})

@@ -34,9 +34,10 @@ class DiffuSpec(Method):
 
     `heads`: `auto`, which is those that lie beside the model or are shipped for it; a folder of `phasewise train heads
     diffuspec`; or `random:SEED`. The paper's models are large and see the text in both directions. This one sees it
-    causally, so that its keys and values stay; `least` = 20, `most` = 30 and `delta` = 10 are the paper's. Guesses are
-    chosen, not drawn: the paper divides by what the model says of a place with all later ones masked, which a path that
-    was searched for does not follow. Left out: several denoising passes, which the paper found slower.
+    causally, so that its keys and values stay. `least` = 20, `most` = 30, `delta` = 10 and `lam` = 0.5 are the
+    paper's, and others suit a small model. Guesses are chosen, not drawn: the paper divides by what the model says of a
+    place with all later ones masked, which a path that was searched for does not follow. Left out: several denoising
+    passes, which the paper found slower.
     """
 
     heads: str = AUTO
@@ -48,7 +49,7 @@ class DiffuSpec(Method):
     beams: int = 3
     tau: float = 0.8
     candidates: int = 15
-    lam: float = 0.5
+    lam: float = 0.95
     chunk: int = 512  # prompt tokens the draft model computes per step while it lags behind
 
     paper: ClassVar[str] = "arXiv 2510.02358"
