@@ -26,8 +26,8 @@ PROMPTS = [
 ]
 # drafters with heads for pocket
 SHIPPED = (
-    "chimera", "clover", "dflash", "eagle", "falcon", "fspad", "hidden_transfer", "hydra", "kangaroo", "masked_mtp",
-    "medusa", "mtp", "ppd",
+    "chimera", "clover", "dflash", "diffuspec", "eagle", "falcon", "fspad", "gad", "hidden_transfer", "hydra",
+    "kangaroo", "masked_mtp", "medusa", "mtp", "ppd",
 )  # fmt: skip
 GREEDY = Params(max_tokens=24, ignore_eos=True)
 

@@ -44,7 +44,7 @@ DRAFTS = {name: spell("draft", name, tight("draft", name)) for name in catalog.n
     "prompt_lookup tree": "prompt_lookup:min_match=1,branches=2",
     "specdec calibrated": "specdec:model=tiny-draft,stop=calibrated,threshold=0.9,most=4",
 }
-LEARNING = ("aded", "lookahead", "masked_mtp", "paced", "ppd", "prompt_lookup", "token_recycling")
+LEARNING = ("aded", "diffuspec", "lookahead", "masked_mtp", "paced", "ppd", "prompt_lookup", "token_recycling")
 # what they have learned of a request is lost with all else in a preemption, and shapes their guesses
 FORGETFUL = {(draft, "lax") for draft in (*LEARNING, "specdec calibrated")}
 FORGETFUL |= {("specdec calibrated", verify) for verify in catalog.names("verify")}

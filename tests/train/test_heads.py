@@ -236,12 +236,12 @@ class _Cut(Exception):
     pass
 
 
-@pytest.mark.parametrize("kind", ["medusa", "fspad", "falcon", "masked_mtp", "ppd"])
+@pytest.mark.parametrize("kind", ["medusa", "fspad", "falcon", "masked_mtp", "ppd", "diffuspec"])
 def test_a_run_that_was_cut_goes_on_to_the_same_bits(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of medusa, of fspad and falcon, whose states have noise, and of masked_mtp and ppd, which learn through the
-    model."""
+    """Of medusa, of fspad and falcon, whose states have noise, of masked_mtp and ppd, which learn through the model,
+    and of a model of its own."""
     whole, cut, seen = tmp_path / "whole", tmp_path / "cut", list[int]()
     train(job(whole, kind), silent)
     real = run.heads_loss

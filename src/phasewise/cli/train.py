@@ -103,6 +103,9 @@ class HeadsRun:
     dtype: Annotated[
         Literal["float32", "bfloat16"], typer.Option(help="What the frozen model computes in; heads learn in float32.")
     ] = "float32"
+    start: Annotated[
+        str, typer.Option(metavar="MODEL", help="A draft model of the same vocabulary that diffuspec begins with.")
+    ] = ""
 
 
 @dataclass(frozen=True)
@@ -202,7 +205,7 @@ def heads(
         typer.Argument(
             metavar="KIND",
             help="medusa, hydra, hydra_plus, eagle1, eagle3, fspad, falcon, mtp, dflash, kangaroo, hidden_transfer, "
-            "masked_mtp, ppd, chimera, clover. Without one: the list.",
+            "masked_mtp, ppd, chimera, clover, diffuspec. Without one: the list.",
         ),
     ] = "",
     target: Annotated[
@@ -243,7 +246,8 @@ def heads(
 
     with _running(out / ASIDE, resume):
         job = HeadsJob(kind, target, out, run.tokens, run.depth, run.rate, run.sequences, run.new, run.prompts,
-                       run.dtype, seed, resume, run.unroll, run.step, run.draft_vocab, run.per_pass)  # fmt: skip
+                       run.dtype, seed, resume, run.unroll, run.step, run.draft_vocab, run.per_pass,
+                       run.start)  # fmt: skip
         found = train_heads(job, counting)
     print(f"{out}\n{found}\nUse it with --draft {DRAFTERS[kind]}:heads={out}")
 

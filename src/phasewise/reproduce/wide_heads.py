@@ -23,6 +23,7 @@ from phasewise.model import artefacts
 from phasewise.model.fingerprint import fingerprint
 from phasewise.model.parse import parse_config
 from phasewise.speculation.heads import folder, layouts
+from phasewise.speculation.heads.diffuspec_layout import KIND as MASKED_DRAFT
 from phasewise.speculation.heads.hidden_transfer import TransferMaps
 from phasewise.speculation.heads.layers import LAYER
 from phasewise.speculation.heads.masked_mtp import MaskedHeads
@@ -91,6 +92,8 @@ def widen_heads(source: Path, target: Path, base: str, factor: int) -> None:
     elif kind == MaskedHeads.kind:
         config["hidden_size"] *= factor
         tensors = {name: _of_masks(name, tensor, stored.tensors, factor) for name, tensor in stored.tensors.items()}
+    elif kind == MASKED_DRAFT:
+        tensors = stored.tensors  # a model of its own, which reads tokens alone
     else:
         width, others = config["hidden_size"], {TransferMaps.kind: _of_layer, PromptTokens.kind: _of_embeddings}
         config["hidden_size"] = width * factor

@@ -13,6 +13,7 @@ from phasewise.train.heads.aligned import AlignedKind
 from phasewise.train.heads.chimera import ChimeraKind
 from phasewise.train.heads.clover import CloverKind
 from phasewise.train.heads.dflash import DFlashKind
+from phasewise.train.heads.diffuspec import MaskedDraftKind
 from phasewise.train.heads.exit import ExitKind
 from phasewise.train.heads.falcon import FalconKind
 from phasewise.train.heads.feature import FeatureKind
@@ -73,6 +74,7 @@ KINDS: dict[str, HeadsKind] = {
     "chimera": ChimeraKind(),
     "clover": CloverKind(),
     "dflash": DFlashKind(),
+    "diffuspec": MaskedDraftKind(),
     "eagle1": FeatureKind("eagle1"),
     "eagle3": FeatureKind("eagle3"),
     "falcon": FalconKind(),

@@ -34,6 +34,7 @@ from phasewise.train.dense import TokenBlock
 from phasewise.train.heads import acceptance
 from phasewise.train.heads.acceptance import Acceptance
 from phasewise.train.heads.aligned import FEATURE, LOGITS, AlignedKind
+from phasewise.train.heads.diffuspec import MaskedDecoder, MaskedDraftKind
 from phasewise.train.heads.falcon import FalconKind
 from phasewise.train.heads.kinds import HeadsKind, kind_of
 from phasewise.train.heads.masked_mtp import MaskedKind, MaskLosses
@@ -73,6 +74,7 @@ class HeadsJob:
     step: int = 0  # tokens of a step; 0: STEP, or a quarter of that
     draft_vocab: int = 0  # most frequent tokens that an output matrix of the heads' own knows; 0: all
     per_pass: int = 0  # guesses of a pass of falcon's heads; 0: as many as usual
+    start: str = ""  # a draft model that a masked draft begins as; "": fresh weights
 
     @property
     def aside(self) -> Path:
@@ -90,7 +92,7 @@ class HeadsJob:
                  f"--sequences {self.sequences} --new {self.new} --rate {self.rate:g} --dtype {self.dtype}",
                  f"--seed {self.seed}"]  # fmt: skip
         options = (("unroll", self.unroll), ("step", self.step), ("draft-vocab", self.draft_vocab),
-                   ("per-pass", self.per_pass))  # fmt: skip
+                   ("per-pass", self.per_pass), ("start", self.start))  # fmt: skip
         words += [f"--{name} {n}" for name, n in options if n]
         return " ".join(words) + (f" --prompts {self.prompts.name}" if self.prompts else "")
 
@@ -118,6 +120,8 @@ def train(job: HeadsJob, bar: Bar, kind: HeadsKind | None = None) -> Acceptance:
         module = kind.build(target, job.depth, known)
         some = pad_rows([[(text.prompt, True), (text.reply, True)] for text in written[:SOME]], pad)
         kind.begin(module, target, TokenBlock(*(each.to(target.output.device) for each in some)))
+        if isinstance(module, MaskedDecoder):
+            module.count(written)
         adam = AdamW(module.parameters(), lr=job.rate, betas=(0.9, 0.95), weight_decay=0.0)
         run = TrainingRun(module, [adam], settings=settings)
         if job.resume:
@@ -148,6 +152,11 @@ def checked(job: HeadsJob, kind: HeadsKind) -> HeadsKind:
     if job.per_pass and not isinstance(kind, FalconKind):
         raise UserError(f"per_pass={job.per_pass}: heads of kind {job.kind} have no such number. Leave it out, or "
                         "train falcon")  # fmt: skip
+    if job.start and not isinstance(kind, MaskedDraftKind):
+        raise UserError(f"start={job.start}: heads of kind {job.kind} begin with weights of their own. Leave it out, "
+                        "or train diffuspec")  # fmt: skip
+    if isinstance(kind, MaskedDraftKind):
+        return replace(kind, start=job.start)
     return replace(kind, together=job.per_pass) if isinstance(kind, FalconKind) and job.per_pass else kind
 
 
@@ -180,6 +189,9 @@ def heads_loss(
         return aligned_loss(kind, module, target, blocks)
     if isinstance(kind, MaskedKind):
         return masked_loss(kind, module, target, blocks, learned)
+    if isinstance(kind, MaskedDraftKind):
+        assert isinstance(module, MaskedDecoder)
+        return kind.loss(module, target, blocks, learned)
     sums: list[Tensor] = []
     counts: list[int] = []
     for block in blocks:
