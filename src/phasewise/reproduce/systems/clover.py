@@ -165,7 +165,7 @@ SYSTEM = System(
     attempts=(
         *(
             Attempt("mechanism", f"verdicts per token of code{where}, of the pruned tree and of Cartesian trees of as "
-                    "many guesses, by children of a node level by level", "no more than of any other", trees(temperature))
+                    "many guesses, by children of a node level by level", "no more than of any", trees(temperature))
             for temperature, where in ((0.0, ""), (1.0, " at T=1"))
         ),
         Attempt("mechanism", "guesses that are right where those before them were, by depth, of heads with the "
