@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import product
@@ -84,13 +85,19 @@ def by_tree(children: tuple[int, ...]) -> Setting:
     return Setting(objects={"decode": Speculative(control, Match())}, most=SMALL)
 
 
-def trees(load: Load, what: str) -> list[Saving]:
-    """That no Cartesian tree of as many guesses accepts more."""
-    return [
-        Saving(f"verdicts per token{what}, against a tree of {' x '.join(map(str, children))} children",
-               sampled.rounds, "control", 1.0, load=load, settings={"control": by_tree(children)})
-        for children in CARTESIAN
-    ]  # fmt: skip
+def trees(temperature: float) -> Callable[[Lab], AttemptOutcome]:
+    """An attempt: whether no Cartesian tree of as many guesses accepts more of code at this temperature."""
+
+    def run(lab: Lab) -> AttemptOutcome:
+        asked = {"pruned": drafting()} | {" x ".join(map(str, each)): by_tree(each) for each in CARTESIAN}
+        found = dict[str, float]()
+        for name, setting in asked.items():
+            case = lab.case({"method": setting}, sampled.writing(temperature), "pocket", "float32")
+            found[name] = sampled.rounds(case, case.method)
+        told = ", ".join(f"{name}: {rounds:.4f}" for name, rounds in found.items())
+        return AttemptOutcome(found["pruned"] <= min(found.values()), told)
+
+    return run
 
 
 # ---- counters
@@ -154,10 +161,13 @@ SYSTEM = System(
         Saving("verdicts per token of code", sampled.rounds, "rivals", 1.0, load=CODE),
         Saving("verdicts per token of code at T=1", sampled.rounds, "rivals", 1.0, load=DRAWN),
         Saving("verdicts per token of code at T=1", sampled.rounds, "baseline", 1.1, load=DRAWN),
-        *trees(CODE, " of code"),
-        *trees(DRAWN, " of code at T=1"),
     ),
     attempts=(
+        *(
+            Attempt("mechanism", f"verdicts per token of code{where}, of the pruned tree and of Cartesian trees of as "
+                    "many guesses, by children of a node level by level", "no more than of any", trees(temperature))
+            for temperature, where in ((0.0, ""), (1.0, " at T=1"))
+        ),
         Attempt("mechanism", "guesses that are right where those before them were, by depth, of heads with the "
                 "attention decoder and of heads without, trained alike", "of the former the second and later ones more "
                 "often", with_and_without),
