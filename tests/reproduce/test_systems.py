@@ -30,7 +30,7 @@ WANTED = {
     "token_select", "instinfer", "infllm", "tidal", "zero_tuning", "kivi", "gear", "compress_kv_heads", "zipvl",
     "zipvl_mixed", "zipcache", "lazyllm", "pie", "longgen", "power", "kv_prediction", "c2c", "loopserve", "rlkv",
     "augment", "flover", "fastdraft", "medusa", "hydra", "mtp", "eagle", "fspad", "contrastive",
-    "momentum", "jsonschemabench", "judge", "lq", "nm", "specdec", "codebook",
+    "momentum", "jsonschemabench", "judge", "lq", "nm", "specdec", "codebook", "diffuspec",
 }  # fmt: skip
 
 
