@@ -29,9 +29,8 @@ WANTED = {
     "pearl", "lookahead", "aded", "swift", "pyramidkv", "adakv", "h2o", "tova", "keyformer", "double_sparsity",
     "token_select", "instinfer", "infllm", "tidal", "zero_tuning", "kivi", "gear", "compress_kv_heads", "zipvl",
     "zipvl_mixed", "zipcache", "lazyllm", "pie", "longgen", "power", "kv_prediction", "c2c", "loopserve", "rlkv",
-    "augment", "flover", "fastdraft", "medusa", "hydra", "mtp", "eagle", "fspad", "chimera", "falcon", "contrastive",
-    "momentum", "jsonschemabench", "judge", "lq", "nm", "specdec", "codebook",
-    "clover",
+    "augment", "flover", "fastdraft", "medusa", "hydra", "mtp", "eagle", "fspad", "chimera", "clover", "diffuspec",
+    "falcon", "contrastive", "momentum", "jsonschemabench", "judge", "lq", "nm", "specdec", "codebook",
 }  # fmt: skip
 
 

@@ -5,11 +5,10 @@ up to the block's beginning, and one another. The row of a token foretells the o
 not, so a decoder that was causal before has learned the first guess of every block already. What is learned are the
 target's own distributions.
 
-Two means are those of non-autoregressive drafters (arXiv 2203.16487). In every other step a block is glanced at (GLAT,
-arXiv 2008.07905): the more of its likeliest tokens are wrong, the more of its masks become the right tokens, and the
-others are learned. Labels of masks are smoothed. What stands behind their names there and is missing here: an encoder,
-which a decoder-only target has not. Half a masked model's training is missing too, as one pass makes a draft: shares of
-masks drawn at random, other than by glancing.
+Two means are those of non-autoregressive drafters (arXiv 2203.16487). In every other step blocks are glanced at (GLAT,
+arXiv 2008.07905): the more of a block's likeliest tokens are wrong, the more of its masks become the right tokens, and
+the others are learned. Labels of masks are smoothed. Left out: their encoder, which a decoder-only target has not, and
+other shares of masks than glancing leaves, which a draft made in one pass never meets.
 """
 
 from __future__ import annotations
