@@ -96,7 +96,7 @@ SYSTEM = System(
         Attempt("mechanism", "first guesses accepted", f"at least {REACHED:.0%}, and more than of an untrained draft",
                 accepts),
         Attempt("mechanism", "tokens of the target found, the last stage on its text, less as many steps on other text",
-                "all of it above 0", stages, "answers", "pocket"),
+                "all of it above 0", stages),
     ),
     timings=(
         Timing("time per token", seconds=loads.pace, price=True),

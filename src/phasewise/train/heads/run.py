@@ -27,7 +27,6 @@ from torch.optim import AdamW
 from phasewise.errors import UserError
 from phasewise.speculation.heads import folder
 from phasewise.speculation.heads.block import FeatureHeads
-from phasewise.speculation.heads.falcon import FalconHeads
 from phasewise.speculation.heads.last_state import RANKS
 from phasewise.speculation.heads.masked_mtp import MaskedHeads
 from phasewise.train.dense import TokenBlock
@@ -51,6 +50,10 @@ FADING = 0.8  # weight of a depth over that of the one before
 STEP, LARGE = 1024, 16_384  # tokens of a step; a vocabulary beyond LARGE has logits to take a quarter of that for
 SOME = 32  # texts by which initial weights may be chosen
 DECAY = ((0.1, 1.0), (1.0, 0.02))
+OF_ONE_KIND: dict[str, tuple[type, str, str]] = {  # options of a job: whose, why not of others, and the kind's name
+    "per_pass": (FalconKind, "have no such number", "falcon"),
+    "start": (MaskedDraftKind, "begin with weights of their own", "diffuspec"),
+}
 
 
 @dataclass(frozen=True)
@@ -149,12 +152,14 @@ def checked(job: HeadsJob, kind: HeadsKind) -> HeadsKind:
     if isinstance(kind, FalconKind) and job.unroll:
         raise UserError(f"unroll={job.unroll}: heads of kind {job.kind} learn the guesses of their first pass, from "
                         "the model's own states. Leave it out, or train eagle1")  # fmt: skip
-    if job.per_pass and not isinstance(kind, FalconKind):
-        raise UserError(f"per_pass={job.per_pass}: heads of kind {job.kind} have no such number. Leave it out, or "
-                        "train falcon")  # fmt: skip
-    if job.start and not isinstance(kind, MaskedDraftKind):
-        raise UserError(f"start={job.start}: heads of kind {job.kind} begin with weights of their own. Leave it out, "
-                        "or train diffuspec")  # fmt: skip
+    for option, (owner, why, name) in OF_ONE_KIND.items():
+        if (value := getattr(job, option)) and not isinstance(kind, owner):
+            raise UserError(f"{option}={value}: heads of kind {job.kind} {why}. Leave it out, or train {name}")
+    return as_asked(job, kind)
+
+
+def as_asked(job: HeadsJob, kind: HeadsKind) -> HeadsKind:
+    """The kind with the job's options of that kind alone."""
     if isinstance(kind, MaskedDraftKind):
         return replace(kind, start=job.start)
     return replace(kind, together=job.per_pass) if isinstance(kind, FalconKind) and job.per_pass else kind
@@ -182,16 +187,9 @@ def heads_loss(
     """Soft cross-entropies of all depths, or of the first `learned` ones (nats), each the mean over its positions in
     all blocks. Aligned heads, masks and Falcon's heads have losses of their own; the last one's hangs on `progress`,
     the share of the run that is over."""
-    if isinstance(kind, FalconKind):
-        assert isinstance(module, FalconHeads)
-        return kind.loss(module, target, blocks, progress)
-    if isinstance(kind, AlignedKind):
-        return aligned_loss(kind, module, target, blocks)
-    if isinstance(kind, MaskedKind):
-        return masked_loss(kind, module, target, blocks, learned)
-    if isinstance(kind, MaskedDraftKind):
-        assert isinstance(module, MaskedDecoder)
-        return kind.loss(module, target, blocks, learned)
+    own = own_loss(kind, module, target, blocks, learned, progress)
+    if own is not None:
+        return own
     sums: list[Tensor] = []
     counts: list[int] = []
     for block in blocks:
@@ -212,6 +210,20 @@ def heads_loss(
     total = torch.stack([weight * mean for weight, mean in zip(weights, means)]).sum() / sum(weights)
     parts = {f"head{head + 1}": float(mean.detach()) for head, mean in enumerate(means)}
     return StepLoss(total, parts, sum(block.ids.numel() for block in blocks))
+
+
+def own_loss(
+    kind: HeadsKind, module: Any, target: FrozenTarget, blocks: Sequence[TokenBlock], learned: int | None,
+    progress: float,
+) -> StepLoss | None:  # fmt: skip
+    """The loss of a kind that has one of its own."""
+    if isinstance(kind, FalconKind):
+        return kind.loss(module, target, blocks, progress)
+    if isinstance(kind, AlignedKind):
+        return aligned_loss(kind, module, target, blocks)
+    if isinstance(kind, MaskedKind):
+        return masked_loss(kind, module, target, blocks, learned)
+    return kind.loss(module, target, blocks, learned) if isinstance(kind, MaskedDraftKind) else None
 
 
 def aligned_loss(kind: AlignedKind, module: nn.Module, target: FrozenTarget, blocks: Sequence[TokenBlock]) -> StepLoss:
