@@ -61,7 +61,7 @@ def test_models_says_what_a_form_costs(found: Path, cli: Cli) -> None:
 
 def test_what_ships_was_measured() -> None:
     """Every form beside the model's own."""
-    assert set(forms.measured()) == {"pocket", "smollm2"}
+    assert "pocket" in forms.measured()
     for name, each in forms.measured().items():
         own = each.costs[each.reference]
         assert own.nats == (0.0, 0.0, 0.0) and not own.lossy, name
