@@ -1,4 +1,4 @@
-"""What forms of weights were found to cost known models in answers, as `scripts/weights_quality.py --write` left it."""
+"""The measured costs of forms of weights, by known model, which `scripts/weights_quality.py --write` writes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Interval = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class FormCost:
-    """What one form costs a model beside the form that its checkpoint has. `nats`: more per token of held-out text.
+    """The cost of one form beside the form that the checkpoint has. `nats`: more per token of held-out text.
     `points`: of 100 answers, how many more are right (fewer: negative); None where the model was asked nothing.
     `worse`: rows of `phasewise eval` that get worse by more than their own interval."""
 
@@ -26,7 +26,7 @@ class FormCost:
 
     @property
     def lossy(self) -> bool:
-        """Whether text or answers get worse by more than the interval of the difference."""
+        """True if text or answers get worse by more than the interval of the difference."""
         return self.nats[1] > 0 or (self.points is not None and self.points[2] < 0)
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class ModelForms:
 
 @cache
 def measured() -> dict[str, ModelForms]:
-    """By the model's name. Nothing of models that were not measured."""
+    """The forms of every measured model, by its name."""
     said: dict[str, Any] = json.loads(FOUND.read_text(encoding="utf-8"))
     return {
         name: ModelForms(each["reference"], each["about"], {form: _cost(cost) for form, cost in each["forms"].items()})

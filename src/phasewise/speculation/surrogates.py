@@ -81,7 +81,7 @@ class TrigramTable:
 
 @dataclass(slots=True)
 class _Draft:
-    """What is known of one request's draft while it grows. Node -1 is the pending token, whose entries come first."""
+    """The state of one request's draft while it grows. Node -1 is the pending token, whose entries come first."""
 
     state: Tensor  # [d], of the last token that has one
     ends: list[Sequence[int]]  # the last three tokens up to each node
@@ -136,7 +136,7 @@ class SurrogateCompanion(FeatureCompanion):
         return self._guessed(torch.cat(states), torch.cat(outputs), depths)
 
     def _guessed(self, states: Tensor, surrogates: Tensor, depths: Sequence[int]) -> Tensor:
-        """What the output heads of these depths make of the rows, in order."""
+        """The outputs (`TrigramHeads.read`) that the heads of these depths give for the rows, in order."""
         different = sorted(set(depths))
         if len(different) == 1:
             return self.heads.read(different[0], states, surrogates)

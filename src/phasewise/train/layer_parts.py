@@ -18,7 +18,7 @@ class LayerParts:
         self.folder = folder
 
     def done(self, layers: int) -> int:
-        """How many of the layers have a file, from the first on."""
+        """The number of layers that have a file, from the first on."""
         return next(i for i in range(layers + 1) if not self.part(i).is_file())
 
     def part(self, index: int) -> Path:
@@ -29,7 +29,7 @@ class LayerParts:
         save_whole(self._hidden(index), {str(i): x for i, x in enumerate(hidden)})
 
     def hidden(self, index: int) -> list[Tensor]:
-        """What the texts bring to a layer. Raises UserError where it is not kept."""
+        """The rows that the texts bring to a layer. Raises UserError where it is not kept."""
         if not self._hidden(index).is_file():
             raise UserError(f"{self._hidden(index)} is missing, and the conversion cannot go on without: remove "
                             f"{self.folder}, and begin again without --resume")  # fmt: skip

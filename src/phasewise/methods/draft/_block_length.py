@@ -1,4 +1,4 @@
-"""How many masks the next block of a request has (DiffuSpec's controller, arXiv 2510.02358, section 4.3)."""
+"""The number of masks in the next block of a request (DiffuSpec's controller, arXiv 2510.02358, section 4.3)."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class PathSearch:
     greedy: bool = False
 
     def candidates(self, logits: Tensor, ends: Collection[int]) -> list[list[Candidate]]:
-        """Of rows float32 [n, V], each row's, best first; end tokens that are not among them stand last."""
+        """The candidates of each row of float32 [n, V], best first; end tokens that are not among them stand last."""
         said = logits.log_softmax(-1)
         values, ids = said.topk(1 if self.greedy else min(self.most, said.shape[1]), -1)
         before = values.exp().cumsum(-1) - values.exp()  # the mass of better ones

@@ -120,7 +120,7 @@ class RegressiveDrafter(FeatureDrafter):
     def _added(
         asked: Sequence[tuple[DraftBuilder, list[int]]], chances: Tensor, shape: PrunedTree
     ) -> list[tuple[DraftBuilder, list[int]]]:
-        """What a level adds below the nodes asked for, tree by tree. chances [all nodes, V]: of what may follow."""
+        """The nodes added below those asked for, tree by tree. chances [all nodes, V]: of what may follow."""
         most = min(max(tree.left for tree, _ in asked), chances.shape[1])
         top, at = (each.tolist() for each in chances.topk(most, -1))
         found, row = list[tuple[DraftBuilder, list[int]]](), 0

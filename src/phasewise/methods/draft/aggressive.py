@@ -31,8 +31,8 @@ class Aggressive(Method, Drafter):
     Where the answer leaves the source there is no guess until its last token, or its last two, up to the last `n`,
     occur in the source exactly once: then copying goes on from there. `source` is the whole prompt, or, with `marks`,
     what stands between its last token `opens` and the next token `closes` after it (or the end of the prompt); nothing
-    if it is not there. A guess is at most `k` tokens. Left out: the paper's second drafter (GAD), which is a trained
-    model.
+    if it is not there. A guess is at most `k` tokens. The paper's second drafter (GAD), a trained model, is
+    `draft.gad`.
     """
 
     source: Literal["prompt", "marks"] = "prompt"

@@ -75,7 +75,7 @@ def by_trees(control: Control, model: str = "") -> Setting:
 
 
 def first_guesses(lab: Lab) -> AttemptOutcome:
-    """How often the first guess of the heads that ship is right, with trigrams and with zeros in their place."""
+    """The share of first guesses of the heads that ship that are right, with trigrams and with zeros in their place."""
     target, texts, shares = FrozenTarget("pocket"), said(lab), list[float]()
     for blinded in (False, True):
         module = shipped(target.model, "chimera")

@@ -48,7 +48,7 @@ def drafting(heads: str = "auto", most: int = SMALL) -> Setting:
 
 
 def at_once(n: int) -> Load:
-    """So many requests that go on with code that nobody was trained on, all from the start."""
+    """A load of so many requests that go on with code that nobody was trained on, all from the start."""
 
     def load(asked: PromptSource) -> list[LoadEntry]:
         return [LoadEntry(asked.code(64), asked.size(48, 16)) for _ in range(asked.size(n, 4))]
@@ -118,7 +118,7 @@ COUNTERS = (
 
 # ---- how heads are trained
 def with_and_without(lab: Lab) -> AttemptOutcome:
-    """How often each guess is right where those before it were, of heads with the attention decoder and of heads
+    """The share of right guesses where those before were right, of heads with the attention decoder and of heads
     without, trained on the same text for as many tokens."""
     shares = list[tuple[float, ...]]()
     tokens, texts = (LEARNED // 40, 64) if lab.scale.quick else (LEARNED, 320)

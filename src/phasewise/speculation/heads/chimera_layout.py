@@ -48,7 +48,7 @@ def usual_chimera(model: Model, *, narrow: bool = False, options: TrigramOptions
 
 # ---- writing
 def chimera_settings(heads: TrigramHeads) -> dict[str, Any]:
-    """What is said of these heads alone."""
+    """The entries of config.json that these heads alone have."""
     options = heads.options
     return {
         "architectures": ["ChimeraSpeculator"], "chimera_num_heads": options.heads, "ngram": options.ngram,

@@ -66,7 +66,7 @@ class CloverHeads(LayeredHeads):
         return out
 
     def read(self, step: int, state: Tensor) -> Tensor:
-        """What the output matrix reads of states s_{step + 1} [n, d], [n, d]."""
+        """The rows that the output matrix reads of states s_{step + 1} [n, d], [n, d]."""
         out: Tensor = self.mlps[step](state)
         return out
 

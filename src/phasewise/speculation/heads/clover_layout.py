@@ -103,7 +103,7 @@ def _pairs(block: NormedBlock, model: Model) -> tuple[list[Tensor], list[Tensor]
 
 # ---- writing
 def clover_settings(heads: CloverHeads) -> dict[str, Any]:
-    """What is said of these heads alone."""
+    """The entries of config.json that these heads alone have."""
     return {
         "architectures": ["CloverSpeculator"], GUESSES: heads.guesses, HEADS: heads.decoder.heads,
         LAYERS: heads.taps[0],

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
-from phasewise.gguf.blocks import BlockMatrix
 from phasewise.model.config import ModelConfig
 from phasewise.model.layout import layout
 from phasewise.model.model import Model
@@ -124,9 +123,8 @@ class TensorsInMemory:
     def rows(self, name: str, dtype: torch.dtype) -> DenseRows:
         return self.tensors[name]
 
-    def blocks(self, name: str) -> BlockMatrix | None:
+    def blocks(self, name: str) -> None:
         """None: they do not lie in blocks."""
-        return None
 
     def let_go(self, tensor: Tensor) -> None:
         """Does nothing: they stay in memory."""

@@ -45,5 +45,5 @@ def usual_falcon(model: Model, *, narrow: bool = False, guesses: int = 0) -> Fal
 
 # ---- writing
 def falcon_settings(heads: FalconHeads) -> dict[str, Any]:
-    """What is said of these heads alone."""
+    """The entries of config.json that these heads alone have."""
     return {"architectures": ["FalconSpeculator"], TOGETHER: heads.together}

@@ -87,7 +87,7 @@ class TreeNode(NamedTuple):
 
 @dataclass(slots=True)
 class GrownTree:
-    """What a request's tree is made of so far. Group 0 is that of the text's last pairs.
+    """The groups that make a request's tree so far. Group 0 is that of the text's last pairs.
 
     `said` [groups, k, V]: logits. `features` [groups, k, d]: what the pass gives in place of the target's states.
     `state` [layers, groups, d] each: the recurrent state behind every group.

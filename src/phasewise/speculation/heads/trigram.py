@@ -25,7 +25,7 @@ HEADS = 4  # output heads, as published
 
 @dataclass(frozen=True)
 class TrigramOptions:
-    """What heads differ in. `heads`: output heads, one for each guess in a row; later guesses are the last one's.
+    """The options of heads. `heads`: output heads, one for each guess in a row; later guesses are the last one's.
     `own_output`: they give logits themselves, [V, 2 d] each; otherwise a row [d] that the model's output matrix reads.
     `ngram`: different tokens that the encoder reads; below three the newest takes the place of older ones."""
 
@@ -80,7 +80,7 @@ class TrigramHeads(FeatureHeads):
         return self.block.self_attn.keys_values(self.block.input_layernorm(feature))
 
     def reaches_back(self) -> tuple[int, ...]:
-        """How far before a token the three stand whose embeddings its trigram is made of, the oldest first."""
+        """The distances from a token back to the three whose embeddings make its trigram, the oldest first."""
         return tuple(min(back, self.options.ngram - 1) for back in range(GRAM - 1, -1, -1))
 
     def trigram(self, embedded: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class TrigramHeads(FeatureHeads):
         return out
 
     def read(self, depth: int, state: Tensor, surrogate: Tensor) -> Tensor:
-        """What the guess of this depth, from 0 on, is read from: the last true state [n, d] and the surrogate [n, d]
+        """The rows to read the guess of a depth, from 0 on, from: the last true state [n, d] and the surrogate [n, d]
         -> [n, d], or logits [n, V] of heads with matrices of their own."""
         head = self.chimera_head[min(depth, len(self.chimera_head) - 1)]
         out: Tensor = head(torch.cat((state, surrogate), -1))
