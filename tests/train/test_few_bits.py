@@ -27,7 +27,7 @@ from phasewise.train import awq, few_bits
 from phasewise.train.awq import folded_norm, searched
 from phasewise.train.few_bits import FewBitsJob, convert
 from phasewise.train.gptq import gptq, row_errors
-from phasewise.train.layer_walk import LayerWalk
+from phasewise.train.layer_walk import LayerWalk, LinearInputs
 from tests.model import test_quantised, test_quantised_tables
 from tests.model.reference import run, save_random
 from tests.model.test_levels import MODELS, TOKENS, rounded_linears
@@ -115,6 +115,30 @@ def test_gptq_makes_up_for_an_error_as_least_squares_does() -> None:
             scale = float(found.scales[row, 0])
             level = torch.round(wanted[row] / scale + 8).clamp(0, 15)
             assert int(found.levels[row, -1]) == int(level)
+
+
+def test_a_first_token_far_above_all_others_neither_outweighs_them_nor_is_left_out() -> None:
+    """Its output is off by no more than by nearest levels, and that of the others by less."""
+    x, w = given(64) * torch.where(torch.arange(64) < 56, 1.0, 0.01), matrix(400, 64)
+    first = torch.zeros(64)
+    first[56:] = 1e4 * torch.randn(8, generator=torch.Generator().manual_seed(3))
+    counted = LinearInputs.none(64)
+    counted.add(torch.cat([first[None], x]))
+    every = (rounded_to_nearest(w, G32), gptq(w, counted.hessian, G32), gptq(w, x.T @ x, G32))
+    plain, found, blind = (((w - each.values()) @ first).norm() / (w @ first).norm() for each in every)
+    assert found <= plain and blind > 2 * found, (plain, found, blind)
+    plain, found, _ = ((x @ (w - each.values()).T).norm() for each in every)
+    assert found < 0.9 * plain, (plain, found)
+
+
+def test_rows_are_counted_with_at_most_four_times_the_median_length() -> None:
+    x = torch.tensor([[0.0, 80.0], [3.0, 0.0], [0.0, 2.0], [1.0, 0.0], [2.0, 0.0]])
+    counted = LinearInputs.none(2)
+    counted.add(x)
+    assert torch.allclose(counted.hessian, torch.diag(torch.tensor([14.0, 68.0]))) and counted.rows == 5
+    counted.add(torch.zeros(3, 2))  # of rows that are mostly 0, and of none, there is no length to hold to
+    counted.add(torch.zeros(0, 2))
+    assert counted.rows == 8 and torch.allclose(counted.size, torch.tensor([6.0, 10.0]) / 8)
 
 
 # ---- AWQ

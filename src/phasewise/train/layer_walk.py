@@ -3,8 +3,9 @@
 All is float32, and a layer's weights are in memory while it is the one at work. The texts reach a layer through those
 before it as they have been left, so rounded layers hand on what they will hand on when the model is used.
 
-The first token of a text is not counted, but by experts: trained models give it activations that are far larger than
-all others and the same in any text (arXiv 2402.17762), which would outweigh what the others bring.
+Trained models give a few tokens, above all the first, activations a thousand times as large as all others (arXiv
+2402.17762). As they are, those would outweigh what the others bring. Left out, nothing would keep a layer's output for
+them, which every later token attends to. So rows are counted with a limited length (`LONGEST`).
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from phasewise.model.rope import RopeTables
 from phasewise.model.weights import Tensors, Weights
 from phasewise.ops.linear import Linear
 
+LONGEST = 4.0  # times the median length of a text's rows: a longer row counts as one of this length
+
 
 @dataclass
 class LinearInputs:
-    """What a linear layer has been given: X^T X [in, in], the sum of |x| [in], and the number of rows."""
+    """What a linear layer has been given, rows of limited length: X^T X [in, in], the sum of |x| [in], their number."""
 
     hessian: Tensor
     magnitude: Tensor
@@ -38,6 +41,8 @@ class LinearInputs:
         return cls(torch.zeros(inputs, inputs), torch.zeros(inputs))
 
     def add(self, x: Tensor) -> None:
+        """Count the rows of one text, float32 [T, in]."""
+        x = shortened(x)
         self.hessian += x.T @ x
         self.magnitude += x.abs().sum(0)
         self.rows += len(x)
@@ -48,14 +53,21 @@ class LinearInputs:
         return self.magnitude / max(1, self.rows)
 
 
-class Watched:
-    """A linear layer that tells what it is given, but for so many rows of each text."""
+def shortened(x: Tensor) -> Tensor:
+    """Rows float32 [T, n] of which none is longer than `LONGEST` times the median."""
+    length = x.norm(dim=1, keepdim=True)
+    longest = LONGEST * float(length.median()) if len(x) else 0.0
+    return x * (longest / length).clamp_max(1) if longest > 0 else x
 
-    def __init__(self, linear: Linear, inputs: LinearInputs, left_out: int) -> None:
-        self._linear, self._inputs, self._left_out = linear, inputs, left_out
+
+class Watched:
+    """A linear layer that tells what it is given."""
+
+    def __init__(self, linear: Linear, inputs: LinearInputs) -> None:
+        self._linear, self._inputs = linear, inputs
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
-        self._inputs.add(x[self._left_out :])
+        self._inputs.add(x)
         return self._linear(x, add)
 
 
@@ -99,9 +111,7 @@ class LayerAtWork:
             for name, linear in kept.items():
                 found[name] = LinearInputs.none(linear.inputs)
                 owner, attribute = self._place(name)
-                # an expert has rows of its own, in an order of its own
-                left_out = 0 if name.startswith("expert") else 1
-                setattr(owner, attribute, Watched(linear, found[name], left_out))
+                setattr(owner, attribute, Watched(linear, found[name]))
             run()
         finally:
             for name, linear in kept.items():
