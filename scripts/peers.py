@@ -138,6 +138,10 @@ def few_bits(root: Path, args: list[str]) -> list[dict[str, Any]]:
         other = {"id": f"llama-{file}", "peer": "llama.cpp", "python": "base/bin/python",
                  "args": ["--dtype", file, "--llama", f"{root}/llama-avx512", *gguf]}  # fmt: skip
         entries += [{**each, "sizes": [size]} for each in (*own, other)]
+    entries += [
+        {"id": f"phasewise-{rows}-M-int4-g128", "peer": "phasewise", "python": sys.executable,
+         "args": ["--dtype", rows, "--gguf", f"{root}/ckpt/M-int4-g128"], "sizes": ["M"]} for rows in ("bf16", "int8")
+    ]  # fmt: skip
     plain = {"sizes": ["S", "M", "L"]}
     entries += [
         {"id": "phasewise-int8", "peer": "phasewise", "python": sys.executable, "args": ["--dtype", "int8"], **plain},

@@ -3,7 +3,7 @@
 # set up:   peers_few_bits.sh ROOT DIR SMOLLM2.gguf GEMMA3.gguf
 #
 # S and M in Q4_0 with a head in Q8_0, M with its head in Q4_0 too, and L, a Llama of 1.2 B whose matrices have multiples
-# of 256 inputs, in Q4_K_M: all by llama.cpp's own llama-quantize. S, M and L in int4 for OpenVINO GenAI (groups of 128,
+# of 256 inputs, in Q4_K_M: all by llama.cpp's own llama-quantize. M once more in int4 by groups of 128, by phasewise. S, M and L in int4 for OpenVINO GenAI (groups of 128,
 # symmetric) and for ONNX Runtime GenAI (blocks of 32, its default). llama.cpp is built once more without its kernels for
 # AMX, which stop with an illegal instruction on some virtual machines; those for AVX-512 repack weights too.
 set -eu
@@ -26,6 +26,7 @@ for size in S M; do
 done
 [ -f gguf/M-q4_0-all.gguf ] || quantise --pure gguf/M-bf16.gguf gguf/M-q4_0-all.gguf q4_0
 [ -f gguf/L-q4_k_m.gguf ] || quantise gguf/L-bf16.gguf gguf/L-q4_k_m.gguf q4_k_m
+[ -d ckpt/M-int4-g128 ] || phasewise convert weights ckpt/M ckpt/M-int4-g128 --weights int4:group=128 --windows 0
 ln -sf "$smollm2" gguf/smollm2.gguf && ln -sf "$gemma3" gguf/gemma3.gguf
 [ -d ort ] || { python3 -m venv ort && ort/bin/pip install -q torch==2.13.0 onnxruntime-genai==0.18.0 onnx onnx-ir transformers==5.5.4; }
 for size in S M L; do

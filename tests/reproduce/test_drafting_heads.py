@@ -16,12 +16,12 @@ from phasewise.methods.verify.match import Match
 from phasewise.model.model import Model
 from phasewise.model.widen import widen
 from phasewise.options import parse
-from phasewise.reproduce.drafting_heads import OthersPath, RankShape
+from phasewise.reproduce.drafting_heads import OthersPath
 from phasewise.reproduce.wide_heads import widen_heads
 from phasewise.speculation.heads import folder
 from phasewise.speculation.heads.hidden_transfer_layout import transfer_maps
 from phasewise.speculation.heads.hydra import HydraHeads, HydraShape
-from phasewise.speculation.heads.last_state import RankPath, random_weights
+from phasewise.speculation.heads.last_state import random_weights
 from phasewise.speculation.heads.layouts import feature_heads
 from phasewise.speculation.heads.masked_mtp_layout import masked_heads
 from phasewise.speculation.heads.ppd_layout import prompt_tokens
@@ -31,8 +31,6 @@ from phasewise.train.heads.target import FrozenTarget
 from phasewise.train.mixture import pad_rows
 from tests import tiny
 from tests.draft import successor
-from tests.draft.shapes import grown
-from tests.speculation.markov import table
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
@@ -142,22 +140,6 @@ def test_masks_with_low_rank_weights_and_a_sampler_are_widened_as_what_they_stan
         said.append(torch.cat([logits for kind in kinds for logits in kind.guesses(heads, its, seen)]))
     torch.testing.assert_close(said[1], said[0], atol=2e-3, rtol=1e-3)
     assert float(said[0].detach().std()) > 0.3
-
-
-def test_a_fixed_tree_holds_its_ranks_whatever_is_likely() -> None:
-    """Every node is the rank of its parent's row that its path names; parts that there is no room for are left out."""
-    paths: tuple[RankPath, ...] = ((0,), (1,), (0, 0), (1, 2), (1, 2, 0))
-    shape, q = RankShape(paths), table(6, seed=3)
-    draft = shape.finish(grown(shape, q, greedy=True))
-    wanted = set()
-    for path in paths:
-        row, tokens = 0, list[int]()
-        for rank in path:
-            row = q[row].topk(rank + 1).indices.tolist()[rank]
-            tokens.append(row)
-        wanted.add(tuple(tokens))
-    assert {draft.path(node) for node in range(len(draft.tokens))} == wanted and len(draft.tokens) == 5
-    assert (shape.levels, shape.nodes(2), shape.runs(1), shape.runs(2)) == (3, 4, 2, 3)
 
 
 def test_another_path_costs_as_much_and_is_right_less_often(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from random import Random
 
 from torch import Tensor, nn
 
+from phasewise.methods.draft._fixed_ranks import FixedRanks
 from phasewise.methods.draft.eagle import Eagle
 from phasewise.methods.draft.hydra import Hydra
 from phasewise.model.model import Model
@@ -22,10 +23,9 @@ from phasewise.speculation.features import FeatureDrafter
 from phasewise.speculation.heads import folder
 from phasewise.speculation.heads.folder import StoredHeads
 from phasewise.speculation.heads.hydra import HydraHeads
-from phasewise.speculation.heads.last_state import LastStateDrafter, LastStateHeads, RankPath, tree_of
+from phasewise.speculation.heads.last_state import LastStateDrafter, LastStateHeads, tree_of
 from phasewise.speculation.heads.layouts import feature_heads
 from phasewise.speculation.heads.medusa import MedusaHeads
-from phasewise.speculation.tree_drafter import DraftBuilder, NodeRequest
 from phasewise.train.heads import acceptance
 from phasewise.train.heads.acceptance import Ranks
 from phasewise.train.heads.kinds import KINDS
@@ -33,7 +33,6 @@ from phasewise.train.heads.run import HeadsJob, train
 from phasewise.train.heads.target import FrozenTarget
 from phasewise.train.heads.text import unlooped
 from phasewise.train.written import WrittenText
-from phasewise.verbs.draft import Draft, Drawn
 from phasewise.verbs.host import Host
 from phasewise.verbs.traits import Traits
 
@@ -114,38 +113,7 @@ class _Misled(LastStateDrafter):
         )
 
 
-@dataclass(frozen=True)
-class RankShape:
-    """A tree of the same ranks in every step, whatever the heads hold likely, as EAGLE's first version has it."""
-
-    paths: tuple[RankPath, ...]  # parents before children
-    drawn: Drawn = "point"
-
-    @property
-    def levels(self) -> int:
-        return max(map(len, self.paths))
-
-    def nodes(self, levels: int) -> int:
-        return sum(len(path) <= levels for path in self.paths)
-
-    def runs(self, levels: int) -> int:
-        return len({path[:-1] for path in self.paths if 1 < len(path) <= levels + 1})
-
-    def grow(self, tree: DraftBuilder, asked: Sequence[NodeRequest]) -> list[int]:
-        """Adds the children of the nodes asked for; `notes` of a tree: the rank path of each node."""
-        added = list[int]()
-        for each in asked:
-            above: RankPath = tree.notes.get(each.node, ())
-            ranks = [path[-1] for path in self.paths if path[:-1] == above]
-            ids = each.q.topk(max(ranks) + 1).indices.tolist() if ranks else []
-            for rank in ranks[: tree.left]:
-                added.append(tree.add(each.node, ids[rank]))
-                tree.notes[added[-1]] = (*above, rank)
-        followed = {path[:-1] for path in self.paths}
-        return [node for node in added if tree.notes[node] in followed]
-
-    def finish(self, tree: DraftBuilder) -> Draft:
-        return tree.finish(self.drawn)
+RankShape = FixedRanks  # what entries call a tree like that of EAGLE's first version
 
 
 @dataclass(frozen=True)
