@@ -104,7 +104,7 @@ def masked_draft() -> Path:
             shown = TokenBlock.of(ids, F.pad(learned.targets, (0, 1), value=NO_LOSS))
             return kind.loss(module, target, [shown]).total
 
-        learn(module, loss, 1e-2, 200)
+        learn(module, loss, 1e-2, 140)
         folder.write(out, kind.config(module, target), kind.tensors(module))
 
     return once("masked", GUESSES, make)
