@@ -132,23 +132,6 @@ def test_only_steps_with_its_requests_are_tapped(monkeypatch: pytest.MonkeyPatch
         seen.clear()
 
 
-def test_its_memory_is_the_requests() -> None:
-    """Keys and values of the heads, and features, are in the budget: 2 layers' worth of what 4 layers take, here."""
-    held = {}
-    for name, verbs in (("plain", {}), ("eagle", EAGLE.verbs())):
-        placed = tiny.engine(verbs, prefix_cache=False)
-        request = Request(PROMPTS[1], tiny.greedy(N))
-        placed.add(request)
-        while request.n_out < 10 and request.left is None:
-            placed.step()
-        held[name] = placed.kv_bytes
-        if name == "eagle":
-            drawer = request.state["eagle features"]
-            kv = request.state["eagle"].kv
-            assert kv.bytes > 0 and held["eagle"] - held["plain"] >= kv.bytes + drawer["rows"].nbytes
-        tiny.finish(placed, [request])
-
-
 # ---- trees, without a model
 @pytest.mark.parametrize(("levels", "width", "most"), [(1, 3, 2), (3, 2, 5), (3, 6, 24), (4, 6, 9)])
 def test_trees_are_the_best_connected_sets_of_what_is_offered(levels: int, width: int, most: int) -> None:

@@ -12,7 +12,6 @@ import pytest
 from phasewise.errors import UserError
 from phasewise.methods.draft._fixed_ranks import FixedRanks
 from phasewise.methods.draft.falcon import Falcon
-from phasewise.request.request import Request
 from phasewise.speculation.heads import folder
 from tests import tiny
 from tests.draft.fitted import PROMPTS, N
@@ -30,24 +29,6 @@ def test_a_round_takes_a_pass_of_the_heads_for_each_k_levels(depth: int, k: int)
     assert tiny.outs(tiny.run(placed, [PROMPTS[2]], tiny.greedy(N))) == tiny.plain(PROMPTS, tiny.greedy(N))[2:]
     lengths = [len(draft.tokens) for draft in watch.drafts.values() if draft.tokens]
     assert max(lengths) == depth and placed.counters.draft_forwards == sum(-(-length // k) for length in lengths)
-
-
-def test_its_memory_is_the_requests() -> None:
-    """Keys and values of the heads, features and the recurrent state are in the budget."""
-    held = {}
-    for name, verbs in (("plain", {}), ("falcon", FALCON_2.verbs())):
-        placed = tiny.engine(verbs, prefix_cache=False)
-        request = Request(PROMPTS[1], tiny.greedy(N))
-        placed.add(request)
-        while request.n_out < 10 and request.left is None:
-            placed.step()
-        held[name] = placed.kv_bytes
-        if name == "falcon":
-            features, its = request.state["falcon features"], request.state["falcon"]
-            state = sum(each.numel() * each.element_size() for each in its.state)
-            assert its.kv.bytes > 0 and state == 2 * 2 * 48 * 4
-            assert held["falcon"] - held["plain"] >= its.kv.bytes + features["rows"].nbytes + state
-        tiny.finish(placed, [request])
 
 
 def test_short_texts_are_not_guessed_for_until_there_is_a_group() -> None:

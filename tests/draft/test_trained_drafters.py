@@ -170,7 +170,26 @@ def test_over_other_methods_it_changes_nothing(drafter: TrainedDrafter, verbs: d
     assert placed.counters.accepted > 0
 
 
-# ---- costs, to the row
+# ---- costs, to the byte and to the row
+@each("drafter", lambda drafter: ((),) if drafter.state_bytes is not None else ())
+def test_its_memory_is_the_requests(drafter: TrainedDrafter) -> None:
+    """Keys and values of the heads, features and what else a request holds are in the budget."""
+    held = list[int]()
+    for verbs in ({}, drafter.verbs()):
+        placed = tiny.engine(verbs, prefix_cache=False)
+        request = Request(PROMPTS[1], tiny.greedy(N))
+        placed.add(request)
+        while request.n_out < 10 and request.left is None:
+            placed.step()
+        held.append(placed.kv_bytes)
+        if verbs:
+            features, its = request.state[f"{drafter.method} features"], request.state[drafter.method]
+            state = sum(each.numel() * each.element_size() for each in getattr(its, "state", ()))
+            assert its.kv.bytes > 0 and state == drafter.state_bytes
+            assert held[1] - held[0] >= its.kv.bytes + features["rows"].nbytes + state
+        tiny.finish(placed, [request])
+
+
 @each("drafter, knobs, least, most", lambda drafter: drafter.costs)
 def test_a_pass_runs_its_guesses_and_the_rows_that_guess_once(
     drafter: TrainedDrafter, knobs: str, least: int, most: int

@@ -77,6 +77,8 @@ class TrainedDrafter:
     over: tuple[dict[str, str], ...] = ()  # other methods over which it changes nothing
     costs: tuple[tuple[str, int, int], ...] = ()  # knobs; how many rows the largest draft has, at least and at most
 
+    state_bytes: int | None = None  # of a request, beside features and KV of the heads; None: it holds neither of these
+
     # what is refused: knobs, and files that `written` puts down with a change
     wrong: tuple[tuple[str, str], ...] = ()
     written: Callable[..., Path] | None = None
@@ -162,16 +164,17 @@ def no_knob(method: str, *names: str, value: int = 0) -> tuple[tuple[str, str], 
 SIZES = ("depth", "width", "nodes", "chunk")
 EAGLE = TrainedDrafter(
     "eagle", "eagle", heads, TREE, (CHAIN,), ("heads=random:0,width=1,depth=3",), share=1 / 8, chain=CHAIN,
-    says=step_by_step(Plain), events=EVENTS, kept=24, wrong=no_knob("eagle", *SIZES),
+    says=step_by_step(Plain), events=EVENTS, kept=24, state_bytes=0, wrong=no_knob("eagle", *SIZES),
 )  # fmt: skip
 FSPAD = TrainedDrafter(
     "fspad", "fspad", partial(trained_heads, KINDS["fspad"], 4, 1e-2, 80, wide("fspad")), TREE, (CHAIN,),
-    ("heads=random:0,width=1,depth=3",), chain=CHAIN, says=step_by_step(PlainFspad), wrong=no_knob("fspad", *SIZES),
+    ("heads=random:0,width=1,depth=3",), chain=CHAIN, says=step_by_step(PlainFspad), state_bytes=0,
+    wrong=no_knob("fspad", *SIZES),
 )  # fmt: skip
 CHIMERA = TrainedDrafter(
     "chimera", "chimera", partial(trained_heads, KINDS["chimera"], 4, 3e-3, 60, wide("chimera")), TREE,
     (CHAIN, f"{TREE},table=64"), ("heads=random:0,width=1,depth=3",), chain=CHAIN, says=step_by_step(PlainChimera),
-    wrong=no_knob("chimera", *SIZES, "table", value=-1),
+    state_bytes=0, wrong=no_knob("chimera", *SIZES, "table", value=-1),
 )  # fmt: skip
 CLOVER = TrainedDrafter(
     "clover", "clover", partial(trained_heads, KINDS["clover"], 3, 5e-3, 80), "nodes=4,top_p=0.9,floor=0.1",
@@ -185,7 +188,7 @@ CLOVER = TrainedDrafter(
 FALCON_2 = TrainedDrafter(
     "falcon-2", "falcon", partial(falcon_heads, 2), TREE, ("depth=5,width=1", "depth=4,nodes=9,tree=ranks"),
     ("heads=random:0,width=1,depth=4", "heads=random:0,depth=4,nodes=9,tree=ranks"), chain="depth=5,width=1",
-    says=step_by_step(PlainFalcon), events=EVENTS, wrong=no_knob("falcon", *SIZES),
+    says=step_by_step(PlainFalcon), events=EVENTS, state_bytes=2 * 2 * 48 * 4, wrong=no_knob("falcon", *SIZES),
 )  # fmt: skip
 FALCON_3 = TrainedDrafter(
     "falcon-3", "falcon", partial(falcon_heads, 3), TREE, FALCON_2.more, (), chain=FALCON_2.chain,
