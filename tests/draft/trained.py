@@ -1,6 +1,11 @@
 """The table of drafters with heads: what each is trained by, and what the laws of `test_trained_drafters.py` ask of it.
 
-A new drafter joins them by its entry in `DRAFTERS`.
+A new drafter joins them by an entry. The least of it, for heads of a kind that the trainer knows, is
+
+    TrainedDrafter("name", "method", partial(trained_heads, KINDS["kind"], depth, rate, steps))
+
+It is then held to plain decoding's tokens, with trained heads and random ones, and to what it accepts after prefix hits
+and preemption. Each further field adds a law or cases of one.
 """
 
 from __future__ import annotations
@@ -77,7 +82,7 @@ class TrainedDrafter:
     over: tuple[dict[str, str], ...] = ()  # other methods over which it changes nothing
     costs: tuple[tuple[str, int, int], ...] = ()  # knobs; how many rows the largest draft has, at least and at most
 
-    state_bytes: int | None = None  # of a request, beside features and KV of the heads; None: it holds neither of these
+    state_bytes: int | None = None  # of a request, beside features and KV of the heads; None: that is not asked
 
     # what is refused: knobs, and files that `written` puts down with a change
     wrong: tuple[tuple[str, str], ...] = ()
@@ -130,6 +135,8 @@ def filled(folder: Path) -> Says:
 
 # ---- heads as wide as those that are not trained
 def wide(kind: str) -> Callable[[FrozenTarget, int], torch.nn.Module]:
+    """What makes random heads of a kind with as many key heads, and as wide an MLP, as the target has."""
+
     def build(target: FrozenTarget, depth: int) -> torch.nn.Module:
         module, _ = feature_heads(target.model, (kind,), "random:0")
         module.steps = depth
@@ -138,6 +145,7 @@ def wide(kind: str) -> Callable[[FrozenTarget, int], torch.nn.Module]:
     return build
 
 
+@cache
 def falcon_heads(k: int) -> Path:
     """Those that guess k tokens a pass."""
 
@@ -147,11 +155,6 @@ def falcon_heads(k: int) -> Path:
         begin(module, target)
         return module
 
-    return _falcon(k, build)
-
-
-@cache
-def _falcon(k: int, build: Any) -> Path:
     return trained_heads(FalconKind(together=k, glance=0.0), 5, 1e-2, 80, build)
 
 
