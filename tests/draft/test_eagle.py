@@ -6,7 +6,6 @@ Heads are fitted to what the tiny model writes (`tests/draft/fitted.py`), so tha
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,101 +22,42 @@ from phasewise.kv.buffer import Ledger
 from phasewise.kv.format import Raw
 from phasewise.kv.store import Store
 from phasewise.methods.draft._likeliest import LikeliestTree
-from phasewise.methods.draft.eagle import Eagle
 from phasewise.methods.draft.mtp import MTPModule
 from phasewise.model.model import Model
 from phasewise.ops import native
 from phasewise.options import parse, parse_recipes
 from phasewise.request.counters import Counters
-from phasewise.request.params import Params
 from phasewise.request.request import Request
-from phasewise.speculation.features import FeatureDrafter
 from phasewise.step.forward import forward
 from phasewise.step.fused import Scratch
 from phasewise.step.span import Span
-from phasewise.verbs.draft import Draft
 from phasewise.verbs.place import Placed
 from tests import tiny, uncached
-from tests.draft import fitted
+from tests.draft.fitted import PROMPTS, N
 from tests.draft.shapes import grown, worth
-from tests.laws.engines import engines, preempt
+from tests.draft.trained import CHAIN, EAGLE, step_by_step
+from tests.draft.watch import check_chains, serve, watched
 from tests.speculation import eagle_files as files
 from tests.speculation.markov import table
 
-N, PROMPTS = fitted.N, fitted.PROMPTS
-CHAIN, TREE = "depth=3,width=1", "depth=4,width=3,nodes=9"
 V = 6
 Q = table(V, seed=3)
 
 
-def eagle(knobs: str = TREE, folder: Path | None = None, **verbs: str) -> dict[str, str]:
-    return {"draft": f"eagle:heads={folder or fitted.heads()},{knobs}", **verbs}
-
-
-class Watch:
-    """Accepted guesses of every pass, by request and by the tokens it had then."""
-
-    def __init__(self, placed: Any) -> None:
-        self.accepted: dict[tuple[str, int], int] = {}
-        self.drafts: dict[tuple[str, int], Draft] = {}
-        for engine in engines(placed):
-            for phase in engine.recipes[""].phases:
-                drafter = phase.decode.drafter
-                assert isinstance(drafter, FeatureDrafter)
-                if not hasattr(drafter, "watched"):
-                    self.watch(drafter)
-
-    def watch(self, drafter: Any) -> None:
-        learn, draft = drafter.learn, drafter.draft
-
-        def learning(spans: Any, hidden: Any, outcomes: Any, tops: Any = None) -> None:
-            for span, outcome in zip(spans, outcomes):
-                if span.note is not None:
-                    self.accepted[self.key(span.request), span.request.known] = outcome.accepted
-            learn(spans, hidden, outcomes, tops)
-
-        def drafting(requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
-            drafts = draft(requests, budgets)
-            self.drafts |= {(self.key(r), r.known): d for r, d in zip(requests, drafts) if d is not None}
-            return drafts
-
-        drafter.learn, drafter.draft, drafter.watched = learning, drafting, True
-
-    @staticmethod
-    def key(request: Request) -> str:
-        return repr(request.prompt)
-
-
-def watched(verbs: dict[str, str], prompts: Sequence[Sequence[int]] = PROMPTS, n: int = N) -> Watch:
-    """Run these alone, one after the other, and look on."""
-    placed = tiny.engine(verbs)
-    watch = Watch(placed)
-    for prompt in prompts:
-        tiny.outs(tiny.run(placed, [prompt], tiny.greedy(n)))
-    return watch
-
-
 # ---- what is guessed
-@pytest.mark.parametrize("layout", ["fitted", "eagle3", "eagle1", "mtp"])
+@pytest.mark.parametrize("layout", ["eagle3", "eagle1", "mtp"])
 def test_a_chain_is_what_the_plain_forward_says_at_every_pass(layout: str, tmp_path: Path) -> None:
-    made = {"eagle3": files.eagle3, "eagle1": files.eagle1, "mtp": files.mtp}
-    folder = fitted.heads() if layout == "fitted" else made[layout](tmp_path, 48)
-    plain = files.Plain(folder, tiny.checkpoint())
+    """Of random heads in each layout of files."""
+    made = {"eagle3": files.eagle3, "eagle1": files.eagle1, "mtp": files.mtp}[layout](tmp_path, 48)
     name = "mtp" if layout == "mtp" else "eagle"
-    watch = watched({"draft": f"{name}:heads={folder},{CHAIN}"}, PROMPTS[2:], 12)
-    text = [*PROMPTS[2], *tiny.plain(PROMPTS, tiny.greedy(N))[2]]
-    assert watch.drafts
-    for (_, known), draft in watch.drafts.items():
-        guesses = list[int]()
-        for _ in draft.tokens:
-            guesses.append(int(plain.logits(text[:known], guesses)[-1].argmax()))
-        assert draft.tokens == guesses and draft.parents == list(range(-1, len(guesses) - 1))
+    watch = watched({"draft": f"{name}:heads={made},{CHAIN}"}, PROMPTS[2:], 12)
+    check_chains(watch, step_by_step(files.Plain)(made))
 
 
 def test_a_tree_is_likeliest_by_the_plain_forward() -> None:
     """Nodes at one pass, against all paths of two levels."""
-    plain = files.Plain(fitted.heads(), tiny.checkpoint())
-    watch = watched(eagle("depth=2,width=3,nodes=7"), PROMPTS[2:], 6)
+    plain = files.Plain(EAGLE.heads(), tiny.checkpoint())
+    watch = watched(EAGLE.verbs("depth=2,width=3,nodes=7"), PROMPTS[2:], 6)
     text = [*PROMPTS[2], *tiny.plain(PROMPTS, tiny.greedy(N))[2]]
     known, draft = next((known, draft) for (_, known), draft in watch.drafts.items() if len(draft.tokens) == 7)
     first = plain.logits(text[:known], ())[0].softmax(-1).topk(3)
@@ -129,58 +69,10 @@ def test_a_tree_is_likeliest_by_the_plain_forward() -> None:
     assert {draft.path(node) for node in range(7)} == set(best)
 
 
-@pytest.mark.parametrize("verbs", [CHAIN, TREE], ids=["chain", "tree"])
-def test_answers_are_the_models_own_in_fewer_passes(verbs: str) -> None:
-    placed = tiny.engine(eagle(verbs))
-    assert tiny.outs(tiny.run(placed, PROMPTS, tiny.greedy(N))) == tiny.plain(PROMPTS, tiny.greedy(N))
-    counters = placed.counters
-    assert counters.accepted > counters.drafted / 8 and counters.accepted > N, "the heads know what is written"
-    assert counters.forwards < N
-
-
-def test_random_heads_accept_nothing_and_change_nothing() -> None:
-    placed = tiny.engine({"draft": "eagle:heads=random:0,width=1,depth=3"})
-    assert tiny.outs(tiny.run(placed, PROMPTS, tiny.greedy(N))) == tiny.plain(PROMPTS, tiny.greedy(N))
-    assert placed.counters.drafted > N and placed.counters.accepted < placed.counters.drafted / 8
-
-
-def test_sampled_requests_are_plain_decodings_too() -> None:
-    params = [Params(N, temperature=0.7, seed=seed, ignore_eos=True) for seed in range(3)]
-    placed = tiny.engine(eagle(verify="match"))
-    assert tiny.outs(tiny.run(placed, PROMPTS, params)) == tiny.plain(PROMPTS, params)
-    assert placed.counters.accepted > 0
-
-
 # ---- features are there whatever happens
-def test_prefix_hits_bring_features_along() -> None:
-    """The second time nothing of the prompt is computed but its end, and as much is accepted, pass by pass."""
-    placed = tiny.engine(eagle())
-    watch = Watch(placed)
-    for prompt in PROMPTS:
-        tiny.outs(tiny.run(placed, [prompt], tiny.greedy(N)))
-    cold, watch.accepted = watch.accepted, {}
-    again = [serve(placed, prompt) for prompt in PROMPTS]
-    assert [request.out for request in again] == tiny.plain(PROMPTS, tiny.greedy(N))
-    assert [request.cached for request in again] == [0, 0, 0], "`tiny.run` has emptied the cache"
-    assert watch.accepted == cold
-    watch.accepted = {}
-    warm = [serve(placed, prompt) for prompt in PROMPTS]
-    assert [request.cached for request in warm] == [32, 64, 0]
-    assert watch.accepted == cold and sum(cold.values()) > N
-    assert all(request.state == {} for request in warm)
-
-
-def serve(placed: Any, prompt: Sequence[int], recipe: str = "") -> Request:
-    request = Request(prompt, tiny.greedy(N), recipe=recipe)
-    placed.add(request)
-    while request.left is None:
-        placed.step()
-    return request
-
-
 def test_where_features_were_given_up_the_prompt_is_computed_again() -> None:
     """A hit reaches as far as both kinds of blocks do."""
-    placed = tiny.engine(eagle())
+    placed = tiny.engine(EAGLE.verbs())
     assert isinstance(placed, Engine)
     cold = serve(placed, PROMPTS[1])
     (rows,) = placed.store.beside
@@ -193,7 +85,7 @@ def test_where_features_were_given_up_the_prompt_is_computed_again() -> None:
 
 def test_a_recipe_without_features_shares_no_less() -> None:
     """The KV's own blocks are the same for both: features lie beside them."""
-    placed = mixed({"eagle": eagle()})
+    placed = mixed({"eagle": EAGLE.verbs()})
     plain = serve(placed, PROMPTS[1])
     for recipe, cached in (("eagle", 0), ("", 64), ("eagle", 64)):
         request = serve(placed, PROMPTS[1], recipe)
@@ -206,37 +98,9 @@ def mixed(recipes: dict[str, dict[str, str]]) -> Placed:
     return Builder(tiny.model(), parse({}), limits, load=tiny.load, recipes=parse_recipes({}, recipes)).build()
 
 
-@pytest.mark.parametrize("event", ["preemption", "slices", "hand-off", "fork", "mates"])
-def test_nothing_that_happens_changes_what_is_accepted(event: str) -> None:
-    """Pass by pass as many guesses are right as when requests are alone, in one piece and undisturbed."""
-    alone = watched(eagle()).accepted
-    verbs = eagle() | ({"schedule": "sarathi:budget=40"} if event in ("slices", "fork") else {})
-    verbs |= {"place": "disaggregated:local=1"} if event == "hand-off" else {}
-    placed = tiny.engine(verbs)
-    watch = Watch(placed)
-    requests = [Request(prompt, tiny.greedy(N)) for prompt in PROMPTS]
-    if event == "fork":
-        requests += [request.sibling(1) for request in requests]
-    for request in requests if event != "preemption" else requests[:1]:
-        placed.add(request)
-    if event == "preemption":
-        for step in range(6):
-            placed.step()
-            if step in (2, 4):
-                assert preempt(placed, lambda i, request: True)
-        for request in requests[1:]:
-            placed.add(request)
-    tiny.finish(placed, requests)
-    assert tiny.outs(requests)[:3] == tiny.plain(PROMPTS, tiny.greedy(N))
-    assert watch.accepted.items() <= alone.items() or event == "preemption"
-    shared = watch.accepted.keys() & alone.keys()
-    assert {key: watch.accepted[key] for key in shared} == {key: alone[key] for key in shared}
-    assert len(shared) > len(alone) * 0.8
-
-
 def test_behind_a_gap_the_lane_begins_anew() -> None:
     """Whose features are lost is guessed for again, from there on."""
-    placed = tiny.engine(eagle(CHAIN))
+    placed = tiny.engine(EAGLE.verbs(CHAIN))
     assert isinstance(placed, Engine)
     request = Request(PROMPTS[0], tiny.greedy(N))
     placed.add(request)
@@ -260,29 +124,12 @@ def test_only_steps_with_its_requests_are_tapped(monkeypatch: pytest.MonkeyPatch
         return real(model, spans, counters, taps, room)
 
     monkeypatch.setattr(attempt, "forward", looked)
-    for recipes, wanted in (({}, [None]), ({"eagle": eagle()}, [set(), {0, 1}])):
+    for recipes, wanted in (({}, [None]), ({"eagle": EAGLE.verbs()}, [set(), {0, 1}])):
         placed = mixed(recipes)
         for name in ("", *recipes):
             serve(placed, PROMPTS[2], name)
         assert [taps for taps in wanted if taps in seen] == wanted and all(taps in wanted for taps in seen)
         seen.clear()
-
-
-def test_its_memory_is_the_requests() -> None:
-    """Keys and values of the heads, and features, are in the budget: 2 layers' worth of what 4 layers take, here."""
-    held = {}
-    for name, verbs in (("plain", {}), ("eagle", eagle())):
-        placed = tiny.engine(verbs, prefix_cache=False)
-        request = Request(PROMPTS[1], tiny.greedy(N))
-        placed.add(request)
-        while request.n_out < 10 and request.left is None:
-            placed.step()
-        held[name] = placed.kv_bytes
-        if name == "eagle":
-            drawer = request.state["eagle features"]
-            kv = request.state["eagle"].kv
-            assert kv.bytes > 0 and held["eagle"] - held["plain"] >= kv.bytes + drawer["rows"].nbytes
-        tiny.finish(placed, [request])
 
 
 # ---- trees, without a model
@@ -330,12 +177,10 @@ def test_every_level_is_one_pass_of_a_few_nodes() -> None:
     assert max(runs) <= 3 and list(itertools.accumulate(runs))[-1] <= shape.runs(5)
 
 
-@pytest.mark.parametrize("knobs", [{"depth": 0}, {"width": 0}, {"nodes": 0}, {"chunk": 0}])
-def test_knobs_that_make_no_sense(knobs: dict[str, int]) -> None:
-    with pytest.raises(UserError, match=f"eagle: {next(iter(knobs))}="):
-        Eagle(**knobs)
-    with pytest.raises(UserError, match=f"mtp: {next(iter(knobs))}="):
-        MTPModule(**knobs)
+@pytest.mark.parametrize("knob", ["depth", "width", "nodes", "chunk"])
+def test_knobs_of_mtp_that_make_no_sense(knob: str) -> None:
+    with pytest.raises(UserError, match=f"mtp: {knob}=0"):
+        MTPModule(**{knob: 0})
 
 
 @pytest.mark.skipif(native.library() is None, reason="no kernels here")

@@ -20,8 +20,8 @@ from phasewise.speculation.heads import folder
 from phasewise.speculation.heads.layouts import feature_heads
 from phasewise.train.heads.target import FrozenTarget
 from tests import tiny
+from tests.draft import trained
 from tests.draft.fitted import PROMPTS, N
-from tests.draft.test_chimera import heads
 
 
 def answered(method: Control | Chimera) -> Counters:
@@ -45,6 +45,6 @@ def test_rivals_are_as_large_and_learn_by_the_job_of_the_shipped_heads() -> None
 
 @pytest.mark.parametrize("depth", [1, 4])
 def test_without_trigrams_guesses_are_right_less_often(depth: int) -> None:
-    method = Chimera(str(heads()), depth=depth, width=1)
+    method = Chimera(str(trained.CHIMERA.heads()), depth=depth, width=1)
     whole, blind = answered(method), answered(WithoutTrigram(method))
     assert blind.accepted < 0.9 * whole.accepted and blind.forwards > whole.forwards

@@ -26,8 +26,8 @@ from phasewise.train.heads.kinds import KINDS
 from phasewise.train.heads.target import FrozenTarget
 from phasewise.train.mixture import pad_rows
 from tests import tiny
+from tests.draft import trained
 from tests.draft.fitted import PROMPTS, N
-from tests.draft.test_clover import heads
 
 CLOVER = KINDS["clover"]
 
@@ -70,7 +70,7 @@ def test_cartesian_trees_have_as_many_guesses() -> None:
 @pytest.mark.parametrize("children", [(2, 1), (1, 3)])
 def test_a_cartesian_tree_is_the_same_in_every_pass(children: tuple[int, ...]) -> None:
     """The heads, the answers and the guesses of a pass are Clover's; what is kept of a level is not."""
-    control = CartesianTree(Clover(str(heads()), nodes=NODES), children)
+    control = CartesianTree(Clover(str(trained.CLOVER.heads()), nodes=NODES), children)
     methods = parse({"schedule": "prefill_first"}) | {"decode": Speculative(control, Match())}
     placed = Builder(tiny.model(), methods, Limits(kv_bytes=64 << 20), load=tiny.load).build()
     requests = tiny.run(placed, PROMPTS, tiny.greedy(N))

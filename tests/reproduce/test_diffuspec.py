@@ -26,8 +26,7 @@ from phasewise.reproduce.wide_heads import widen_heads
 from phasewise.request.counters import Counters
 from phasewise.speculation.heads import folder
 from tests import tiny
-from tests.draft.fitted import PROMPTS, N
-from tests.draft.test_diffuspec import heads
+from tests.draft.fitted import PROMPTS, N, masked_draft
 
 
 def answered(method: Any) -> Counters:
@@ -39,7 +38,7 @@ def answered(method: Any) -> Counters:
 
 
 def test_trigrams_of_other_words_choose_other_guesses_as_long() -> None:
-    method = DiffuSpec(str(heads()), least=6, most=6, lam=0.1, tau=1.0)
+    method = DiffuSpec(str(masked_draft()), least=6, most=6, lam=0.1, tau=1.0)
     true, false = answered(method), answered(OtherWords(method))
     assert true.accepted > false.accepted and true.draft_forwards > 0
 
@@ -48,8 +47,8 @@ def test_the_widened_twin_takes_the_same_draft(tmp_path: Path) -> None:
     """It reads tokens alone: the same tensors, for a model with another fingerprint, and the same guesses."""
     widen(files_of(str(tiny.checkpoint())), tmp_path / "model", 4)
     wide = Model.load(tmp_path / "model")
-    shutil.copytree(heads(), tmp_path / "heads")
-    config = folder.read_config(heads()) | {folder.OWN: {"base": fingerprint(tiny.model())}}
+    shutil.copytree(masked_draft(), tmp_path / "heads")
+    config = folder.read_config(masked_draft()) | {folder.OWN: {"base": fingerprint(tiny.model())}}
     (tmp_path / "heads" / folder.CONFIG).write_text(json.dumps(config))
     widen_heads(tmp_path / "heads", tmp_path / "wide", fingerprint(wide), 4)
     counted = []

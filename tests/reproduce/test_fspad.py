@@ -26,8 +26,8 @@ from phasewise.speculation.heads.layouts import feature_heads
 from phasewise.train.heads.aligned import AlignedKind
 from phasewise.train.heads.target import FrozenTarget
 from tests import tiny
+from tests.draft import trained
 from tests.draft.fitted import PROMPTS, N
-from tests.draft.test_fspad import heads
 from tests.speculation import eagle_files
 
 
@@ -60,10 +60,10 @@ def test_heads_beside_the_model_are_taken_and_no_others(tmp_path: Path) -> None:
 
 def test_with_one_output_later_guesses_are_right_less_often() -> None:
     """As many guesses, of which the first ones are the same."""
-    method = FSPAD(str(heads()), depth=4, width=1)
+    method = FSPAD(str(trained.FSPAD.heads()), depth=4, width=1)
     both, one = answered(method, tiny.model()), answered(OneOutput(method), tiny.model())
     assert one.accepted < 0.9 * both.accepted and one.forwards > both.forwards
-    first = FSPAD(str(heads()), depth=1, width=1)
+    first = FSPAD(str(trained.FSPAD.heads()), depth=1, width=1)
     assert answered(first, tiny.model()).accepted == answered(OneOutput(first), tiny.model()).accepted
 
 

@@ -20,6 +20,7 @@ from phasewise.train.heads.target import FrozenTarget, SeenBlock
 from phasewise.train.mixture import pad_rows
 from tests import tiny
 from tests.speculation.fspad_files import PlainFspad
+from tests.train.learned import lowered
 from tests.train.test_eagle_heads import DEPTH, ROWS, target
 from tests.train.test_heads import silent
 
@@ -101,13 +102,7 @@ def test_both_losses_are_lowered(kind: HeadsKind) -> None:
     its, block = target(), pad_rows(ROWS, 0)
     torch.manual_seed(0)
     module = kind.build(its, DEPTH)
-    adam, found = torch.optim.AdamW(module.parameters(), lr=3e-3), list[dict[str, float]]()
-    for _ in range(30):
-        loss = heads_loss(kind, module, its, [block])
-        found.append(dict(loss.parts))
-        adam.zero_grad()
-        loss.total.backward()
-        adam.step()
+    found = lowered(kind, module, its, block, 30)
     assert [*found[0]] == ["feature", "head1"]
     assert all(found[-1][name] < 0.5 * found[0][name] for name in found[0])
 

@@ -19,6 +19,7 @@ from phasewise.train.heads.target import FrozenTarget
 from phasewise.train.mixture import pad_rows
 from tests import tiny
 from tests.speculation.chimera_files import PlainChimera
+from tests.train.learned import lowered
 from tests.train.test_eagle_heads import DEPTH, ROWS, target
 from tests.train.test_heads import silent
 
@@ -66,13 +67,7 @@ def test_what_training_lowers_is_what_it_is_told_to_learn(kind: HeadsKind) -> No
     torch.manual_seed(0)
     module = kind.build(its, DEPTH)
     before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
-    adam, found = torch.optim.AdamW(module.parameters(), lr=3e-3, weight_decay=0.0), list[dict[str, float]]()
-    for _ in range(30):
-        loss = heads_loss(kind, module, its, [block])
-        found.append(dict(loss.parts))
-        adam.zero_grad()
-        loss.total.backward()
-        adam.step()
+    found = lowered(kind, module, its, block, 30, decay=0.0)
     assert len(found[0]) == DEPTH and all(found[-1][name] < 0.8 * found[0][name] for name in found[0])
     assert all(not torch.equal(before[name], parameter) for name, parameter in module.named_parameters())
     assert list(heads_loss(kind, module, its, [block], 1).parts) == ["head1"]

@@ -13,12 +13,12 @@ from phasewise.speculation.heads.layouts import feature_heads, tensors_of
 from phasewise.train.heads.clover import CloverKind
 from phasewise.train.heads.feature import BEGIN
 from phasewise.train.heads.kinds import KINDS
-from phasewise.train.heads.run import heads_loss
 from phasewise.train.heads.target import FrozenTarget
 from phasewise.train.mixture import pad_rows
 from tests import oracle, tiny
 from tests.speculation.clover_files import PlainClover
 from tests.speculation.eagle_files import normed
+from tests.train.learned import lowered
 from tests.train.test_eagle_heads import DEPTH, ROWS, target
 
 CLOVER = KINDS["clover"]
@@ -75,13 +75,7 @@ def test_before_a_mixture_of_experts_blocks_begin_by_adding_nothing() -> None:
 def test_losses_are_lowered_and_a_control_reads_no_guess(regressive: bool) -> None:
     its, block, kind = target(), pad_rows(ROWS, 0), CloverKind(regressive=regressive)
     heads = made(its, kind)
-    adam, found = torch.optim.AdamW(heads.parameters(), lr=3e-3), list[dict[str, float]]()
-    for _ in range(25):
-        loss = heads_loss(kind, heads, its, [block])
-        found.append(dict(loss.parts))
-        adam.zero_grad()
-        loss.total.backward()
-        adam.step()
+    found = lowered(kind, heads, its, block, 25)
     assert [*found[0]] == [f"head{i + 1}" for i in range(DEPTH)]
     assert all(found[-1][name] < 0.7 * found[0][name] for name in found[0])
     assert bool(heads.decoder.value.weight.any()) == regressive

@@ -13,10 +13,10 @@ from phasewise.speculation.heads.dflash import DFlashHeads
 from phasewise.speculation.heads.layouts import feature_heads, tensors_of
 from phasewise.train.heads.dflash import BlocksOverText, attention, linear, states_foretold, telling, what_is_read
 from phasewise.train.heads.kinds import KINDS
-from phasewise.train.heads.run import heads_loss
 from phasewise.train.mixture import pad_rows
 from tests import tiny
 from tests.speculation import one_pass_files as files
+from tests.train.learned import lowered
 from tests.train.test_eagle_heads import ROWS, target
 
 KIND = KINDS["dflash"]
@@ -46,13 +46,7 @@ def test_what_training_lowers_is_what_it_is_told_to_learn() -> None:
     its, block = target(), pad_rows(ROWS, 0)
     torch.manual_seed(0)
     module = KIND.build(its, 4)
-    adam, found = torch.optim.AdamW(module.parameters(), lr=3e-3), list[dict[str, float]]()
-    for _ in range(30):
-        loss = heads_loss(KIND, module, its, [block])
-        found.append(dict(loss.parts))
-        adam.zero_grad()
-        loss.total.backward()
-        adam.step()
+    found = lowered(KIND, module, its, block, 30)
     assert len(found[0]) == 4 and all(found[-1][name] < 0.8 * found[0][name] for name in found[0])
 
 

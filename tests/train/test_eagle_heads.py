@@ -20,6 +20,7 @@ from phasewise.train.mixture import pad_rows
 from phasewise.train.written import WrittenText
 from tests import tiny
 from tests.speculation import eagle_files as files
+from tests.train.learned import lowered
 
 ROWS = [
     [([5, 9, 3, 8, 4], False), ([11, 7, 9, 20, 6, 13], True)],
@@ -65,13 +66,7 @@ def test_what_training_lowers_is_what_it_is_told_to_learn(kind: str) -> None:
     torch.manual_seed(0)
     module = KINDS[kind].build(its, DEPTH)
     assert isinstance(KINDS[kind], FeatureKind) and module.steps == DEPTH
-    adam, found = torch.optim.AdamW(module.parameters(), lr=3e-3), list[dict[str, float]]()
-    for _ in range(30):
-        loss = heads_loss(KINDS[kind], module, its, [block])
-        found.append(dict(loss.parts))
-        adam.zero_grad()
-        loss.total.backward()
-        adam.step()
+    found = lowered(KINDS[kind], module, its, block, 30)
     assert len(found[0]) == DEPTH and all(found[-1][name] < 0.8 * found[0][name] for name in found[0])
     assert list(heads_loss(KINDS[kind], module, its, [block], 1).parts) == ["head1"]
 

@@ -12,10 +12,10 @@ from phasewise.speculation.heads.exit import ExitAdapter
 from phasewise.speculation.heads.layouts import feature_heads, tensors_of
 from phasewise.train.heads.exit import ExitKind
 from phasewise.train.heads.kinds import KINDS
-from phasewise.train.heads.run import heads_loss
 from phasewise.train.mixture import pad_rows
 from tests import tiny
 from tests.speculation.exit_files import PlainAdapter
+from tests.train.learned import lowered
 from tests.train.test_eagle_heads import DEPTH, ROWS, target
 
 KIND = KINDS["kangaroo"]
@@ -44,13 +44,7 @@ def test_what_training_lowers_is_what_it_is_told_to_learn() -> None:
     its, block = target(), pad_rows(ROWS, 0)
     torch.manual_seed(0)
     module = KIND.build(its, DEPTH)
-    adam, found = torch.optim.AdamW(module.parameters(), lr=3e-3), list[dict[str, float]]()
-    for _ in range(30):
-        loss = heads_loss(KIND, module, its, [block])
-        found.append(dict(loss.parts))
-        adam.zero_grad()
-        loss.total.backward()
-        adam.step()
+    found = lowered(KIND, module, its, block, 30)
     assert len(found[0]) == DEPTH and all(found[-1][name] < 0.8 * found[0][name] for name in found[0])
 
 

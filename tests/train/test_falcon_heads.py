@@ -21,6 +21,7 @@ from phasewise.train.heads.target import FrozenTarget
 from phasewise.train.mixture import pad_rows
 from tests import tiny
 from tests.speculation.falcon_files import PlainFalcon
+from tests.train.learned import lowered
 from tests.train.test_eagle_heads import ROWS, target
 from tests.train.test_heads import silent
 
@@ -173,13 +174,7 @@ def test_all_losses_are_lowered(k: int) -> None:
     its, block, kind = target(), pad_rows(ROWS, 0), FalconKind(together=k)
     torch.manual_seed(0)
     module = kind.build(its, DEPTH)
-    adam, found = torch.optim.AdamW(module.parameters(), lr=3e-3), list[dict[str, float]]()
-    for step in range(60):
-        loss = heads_loss(kind, module, its, [block], None, step / 60)
-        found.append(dict(loss.parts))
-        adam.zero_grad()
-        loss.total.backward()
-        adam.step()
+    found = lowered(kind, module, its, block, 60)
     assert [*found[0]] == ["feature", "divergence", "token"] and module.together == k
     assert all(found[-1][name] < most * found[0][name] for name, most in zip(found[0], (0.6, 0.6, 0.9)))
 

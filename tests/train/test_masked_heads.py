@@ -20,6 +20,7 @@ from phasewise.train.heads.target import FrozenTarget
 from phasewise.train.mixture import pad_rows
 from tests import tiny
 from tests.speculation.masked_mtp_files import PlainMasks
+from tests.train.learned import lowered
 from tests.train.test_eagle_heads import ROWS, target
 
 KIND, MASKS = MaskedKind(rank=2), 3
@@ -89,14 +90,8 @@ def test_masks_their_weights_and_the_sampler_learn_and_nothing_else() -> None:
     begun = {name: each.detach().clone() for name, each in module.named_parameters()}
     table = its.embed(torch.arange(tiny.VOCAB))
     assert all(any(torch.equal(row, each) for each in table) for row in module.masks)
-    adam, found = torch.optim.AdamW(module.parameters(), lr=1e-2), list[dict[str, float]]()
     before = its.model.layers[3].o.dense().clone()
-    for _ in range(40):
-        loss = heads_loss(KIND, module, its, [block])
-        found.append(dict(loss.parts))
-        adam.zero_grad()
-        loss.total.backward()
-        adam.step()
+    found = lowered(KIND, module, its, block, 40, 1e-2)
     assert len(found[0]) == 1 + 3 * MASKS
     assert all(found[-1][name] < 0.9 * found[0][name] for name in found[0] if not name.startswith("distance"))
     assert not any(torch.equal(each, begun[name]) for name, each in module.named_parameters())

@@ -17,6 +17,7 @@ from phasewise.train.heads.target import FrozenTarget
 from phasewise.train.mixture import pad_rows
 from tests import tiny
 from tests.speculation.ppd_files import PlainPrompts
+from tests.train.learned import lowered
 from tests.train.test_eagle_heads import ROWS, target
 
 KIND, PROMPTS = KINDS["ppd"], 3
@@ -91,14 +92,8 @@ def test_what_training_lowers_is_what_it_is_told_to_learn() -> None:
     begun = module.embeddings.detach().clone()
     table = its.embed(torch.arange(tiny.VOCAB))
     assert all(any(torch.equal(row, each) for each in table) for row in begun) and not torch.equal(begun[0], begun[1])
-    adam, found = torch.optim.AdamW(module.parameters(), lr=3e-2), list[dict[str, float]]()
     before = its.model.layers[3].o.dense().clone()
-    for _ in range(40):
-        loss = heads_loss(KIND, module, its, [block])
-        found.append(dict(loss.parts))
-        adam.zero_grad()
-        loss.total.backward()
-        adam.step()
+    found = lowered(KIND, module, its, block, 40, 3e-2)
     assert len(found[0]) == PROMPTS and all(found[-1][name] < 0.9 * found[0][name] for name in found[0])
     weight = its.model.layers[3].o.dense()
     assert weight.grad is None and torch.equal(weight, before)

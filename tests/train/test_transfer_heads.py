@@ -14,11 +14,11 @@ from phasewise.speculation.heads.hidden_transfer_layout import transfer_maps, us
 from phasewise.speculation.heads.last_state import random_weights
 from phasewise.train.heads.hidden_transfer import TransferKind
 from phasewise.train.heads.kinds import KINDS
-from phasewise.train.heads.run import heads_loss
 from phasewise.train.heads.target import FrozenTarget
 from phasewise.train.mixture import pad_rows
 from tests import tiny
 from tests.speculation.transfer_files import PlainTransfer
+from tests.train.learned import lowered
 from tests.train.test_eagle_heads import ROWS, target
 
 KIND, MAPS = KINDS["hidden_transfer"], 3
@@ -63,14 +63,8 @@ def test_what_training_lowers_is_what_it_is_told_to_learn() -> None:
     its, block = target(), pad_rows(ROWS, 0)
     torch.manual_seed(0)
     module = KIND.build(its, MAPS)
-    adam, found = torch.optim.AdamW(module.parameters(), lr=3e-3), list[dict[str, float]]()
     before = its.model.layers[3].o.dense().clone()
-    for _ in range(30):
-        loss = heads_loss(KIND, module, its, [block])
-        found.append(dict(loss.parts))
-        adam.zero_grad()
-        loss.total.backward()
-        adam.step()
+    found = lowered(KIND, module, its, block, 30)
     assert len(found[0]) == MAPS and all(found[-1][name] < 0.8 * found[0][name] for name in found[0])
     weight = its.model.layers[3].o.dense()
     assert weight.grad is None and torch.equal(weight, before)
