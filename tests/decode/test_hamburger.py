@@ -272,7 +272,9 @@ def test_the_modules_do_what_they_say() -> None:
     states, its = torch.randn(2, 2, model.config.hidden, generator=torch.Generator().manual_seed(0)), made.micro
     said = its(states, e[:, :3])
     for n in range(2):
-        inputs = torch.cat((F.rms_norm(states[n], (48,)) * its.state_gains, F.rms_norm(e[n, :3], (48,)) * its.token_gain))
+        inputs = torch.cat(
+            (F.rms_norm(states[n], (48,)) * its.state_gains, F.rms_norm(e[n, :3], (48,)) * its.token_gain)
+        )
         inputs = inputs + its.places
         x, h = inputs[2:] * its.carry, F.rms_norm(inputs, (48,))
         for j in range(3):

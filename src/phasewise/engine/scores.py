@@ -65,15 +65,21 @@ def _asked(span: Span, outcome: Outcome, behind: int) -> list[_Asked]:
             at = before + 1
             if params.scored_from <= at < request.prompt_len and at not in request.scores:
                 found.append(_Asked(span.start + row, at, request.tokens[at], params.prompt_logprobs))
-    if params.tells and not outcome.origin:  # tokens come after the last rows kept, one after each (`Decode.scattered`)
-        more = 0 if outcome.said_by is None else len(outcome.said_by)
-        count = len(outcome.tokens) - more
-        kept = range(outcome.keep) if isinstance(outcome.keep, int) else outcome.keep
-        rows = [span.start + row for row in kept[len(kept) - count :]] if count else []
-        assert len(rows) == count, "a token for which no row was kept"
-        for i, (row, token) in enumerate(zip([*rows, *range(behind, behind + more)], outcome.tokens)):
+    if params.tells and not outcome.origin:
+        for i, (row, token) in enumerate(zip(_saying(span, outcome, behind), outcome.tokens)):
             found.append(_Asked(row, request.known + i, token, params.logprobs or 0))
     return found
+
+
+def _saying(span: Span, outcome: Outcome, behind: int) -> list[int]:
+    """The rows that an outcome's tokens come after: the last ones kept, one for each token (`Decode.scattered`), but
+    for those of `Outcome.said_by`, which begin at `behind`."""
+    more = 0 if outcome.said_by is None else len(outcome.said_by)
+    count = len(outcome.tokens) - more
+    kept = range(outcome.keep) if isinstance(outcome.keep, int) else outcome.keep
+    rows = kept[len(kept) - count :] if count else ()
+    assert len(rows) == count, "a token for which no row was kept"
+    return [*(span.start + row for row in rows), *range(behind, behind + more)]
 
 
 def _told(span: Span, outcome: Outcome) -> dict[int, Score]:

@@ -40,10 +40,10 @@ class Request:
     `tokens` is everything known (prompt, then output); `computed` of them are in the KV. `state` is a drawer per
     method, emptied when the request is preempted or leaves; drawers of plain data and tensors move with the KV to
     another engine, others are left behind like at a preemption. `groups`: the sizes of the groups of its output's
-    tokens of which each enters the model as one row, at the position of its last token; empty where all tokens have
-    rows of their own. They say what to compute after a preemption, too, and elsewhere. `watch`, if given, is told each emitted token and
-    answers True where the text has to stop (stop strings). `recipe` names the methods it is computed with; "" = the
-    engine's own.
+    tokens, each of which enters the model as one row at the position of its last token; empty where all tokens have
+    rows of their own. They are kept where drawers are not, since they say what to compute again. `watch`, if given, is
+    told each emitted token and answers True where the text has to stop (stop strings). `recipe` names the methods it is
+    computed with; "" = the engine's own.
     """
 
     def __init__(

@@ -57,6 +57,7 @@ class MicroDecoder(nn.Module):
         super().__init__()
         self.state_gains = nn.Parameter(torch.ones(states, hidden))
         self.token_gain = nn.Parameter(torch.ones(hidden))
+        self.carry = nn.Parameter(torch.zeros(hidden))  # of a token's own row to what it says
         self.places = nn.Parameter(torch.zeros(states + MOST - 1, hidden))
         self.q = nn.Linear(hidden, width, bias=False)
         self.k = nn.Linear(hidden, width, bias=False)
@@ -73,7 +74,7 @@ class MicroDecoder(nn.Module):
         own = normed(tokens) * self.token_gain.to(tokens.dtype)
         rows = torch.cat((normed(states) * self.state_gains.to(states.dtype), own), 1)
         rows = rows + self.places[: kept + count].to(rows.dtype)
-        inputs, x = normed(rows), rows[:, kept:]
+        inputs, x = normed(rows), rows[:, kept:] * self.carry.to(rows.dtype)
         q, k, v = self.q(inputs[:, kept:]), self.k(inputs), self.v(inputs)
         q, k, v = (each.view(len(states), -1, q.shape[-1]) for each in (q, k, v))
         scores = torch.matmul(q, k.transpose(1, 2)).float() * q.shape[-1] ** -0.5
@@ -81,8 +82,9 @@ class MicroDecoder(nn.Module):
         shares = scores.masked_fill(later, -torch.inf).softmax(-1).to(x.dtype)
         x = x + self.o(torch.matmul(shares, v)).view(x.shape)
         inputs = normed(x)
-        x = x + self.down(F.silu(self.gate(inputs)) * self.up(inputs)).view(x.shape)
-        return x
+        change: Tensor = self.down(F.silu(self.gate(inputs)) * self.up(inputs))
+        out: Tensor = x + change.view(x.shape)
+        return out
 
 
 class StopHead(nn.Module):

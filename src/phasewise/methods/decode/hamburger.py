@@ -68,7 +68,9 @@ class Hamburger(Method):
         if not 1 <= self.most <= MOST:
             raise UserError(f"{NAME}: most={self.most} must be from 1 (the model alone) to {MOST} tokens of a group")
         if not 0 <= self.confidence <= 1:
-            raise UserError(f"{NAME}: confidence={self.confidence} must be from 0 (groups of {self.most}) to 1 (of one)")
+            raise UserError(
+                f"{NAME}: confidence={self.confidence} must be from 0 (groups of {self.most}) to 1 (of one)"
+            )
 
     def artefact(self, config: ModelConfig) -> Artefact:
         """The three modules, and the low-rank weights of all linear layers."""
@@ -164,7 +166,7 @@ class GroupDecoder(Decode):
         every, counts = e.view(len(groups), MOST, -1), torch.tensor(sizes, device=device)
         made = self.modules.embedder(every.to(self.dtype), counts).to(self.model.dtype)
         made = torch.where((counts == 1)[:, None], every[:, 0], made)
-        for span, own in zip(spans, made.split([span.rows for span in spans])):
+        for span, own in zip(spans, torch.split(made, [span.rows for span in spans])):
             span.given = span.hidden = own
 
     # ---- what becomes of them
@@ -180,49 +182,47 @@ class GroupDecoder(Decode):
     def _say(self, spans: Sequence[Span], outcomes: Sequence[Outcome], hidden: Hidden) -> None:
         """The next group of each of these spans: the first tokens of all, then the second ones, and so on."""
         last = [span.start + span.rows - 1 for span in spans]
-        x = hidden.rows(last)
-        self._draw(spans, outcomes, x)
-        going = [i for i, span in enumerate(spans) if min(self.most, headroom(span.request) + 1) > 1]
+        self._draw(spans, outcomes, hidden.rows(last))
+        rooms = [min(self.most, headroom(span.request) + 1) for span in spans]
+        going = [i for i, room in enumerate(rooms) if room > 1]
         if not going:
             return
-        rows = torch.tensor([last[i] for i in going], device=x.device)
+        rows = torch.tensor([last[i] for i in going], device=hidden.x.device)
         states = torch.stack([*(hidden.taps[tap][rows] for tap in self.early), hidden.x[rows]], 1).to(self.dtype)
-        embedded = self._embedded([outcomes[i].tokens for i in going])
         state = states[:, -1]
-        while True:
-            ends = self.modules.stop(state, embedded[:, -1]).float().sigmoid()
-            still = [place for place, p in enumerate(ends.tolist()) if 1 - p >= self.confidence]
-            if not still:
-                return
-            going = [going[place] for place in still]
-            chosen = torch.tensor(still, device=x.device)
-            states = states[chosen]
-            state = self.modules.micro(states, embedded[chosen])[:, -1]
-            some, told = [spans[i] for i in going], [outcomes[i] for i in going]
-            said = state.to(self.model.dtype)
-            self._draw(some, told, said)
-            for place, (span, outcome) in enumerate(zip(some, told)):
-                if span.request.params.tells:
-                    row = said[place : place + 1]
-                    outcome.said_by = row if outcome.said_by is None else torch.cat((outcome.said_by, row))
-            left = [
-                place for place, (span, outcome) in enumerate(zip(some, told))
-                if len(outcome.tokens) < min(self.most, headroom(span.request) + 1)
-            ]  # fmt: skip
-            if not left:
-                return
-            going, chosen = [going[place] for place in left], torch.tensor(left, device=x.device)
-            states, state = states[chosen], state[chosen]
+        while going:
             embedded = self._embedded([outcomes[i].tokens for i in going])
+            going, (states, embedded) = _taken(self._unfinished(state, embedded[:, -1]), going, states, embedded)
+            if not going:
+                return
+            state = self.modules.micro(states, embedded)[:, -1]
+            self._draw([spans[i] for i in going], [outcomes[i] for i in going], state.to(self.model.dtype), later=True)
+            open_ = [place for place, i in enumerate(going) if len(outcomes[i].tokens) < rooms[i]]
+            going, (states, state) = _taken(open_, going, states, state)
 
-    def _draw(self, spans: Sequence[Span], outcomes: Sequence[Outcome], x: Tensor) -> None:
-        """One more token for each outcome, from rows x [n, d] for the head."""
+    def _unfinished(self, state: Tensor, token: Tensor) -> list[int]:
+        """Those of n groups that go on, after tokens of these embeddings [n, d] that the states [n, d] said."""
+        ends = self.modules.stop(state, token).float().sigmoid().tolist()
+        return [place for place, p in enumerate(ends) if 1 - p >= self.confidence]
+
+    def _draw(self, spans: Sequence[Span], outcomes: Sequence[Outcome], x: Tensor, later: bool = False) -> None:
+        """One more token for each outcome, from rows x [n, d] for the head: the model's, or `later` ones of groups."""
         contexts = [Context(span.request, tuple(outcome.tokens)) for span, outcome in zip(spans, outcomes)]
         self.host.counters.head_rows += len(contexts)
         for outcome, token in zip(outcomes, choose(self.host.sample, self.model, x, contexts)):
             outcome.tokens.append(token)
+        for i, (span, outcome) in enumerate(zip(spans, outcomes)):
+            if later and span.request.params.tells:
+                before = x[:0] if outcome.said_by is None else outcome.said_by
+                outcome.said_by = torch.cat((before, x[i : i + 1]))
 
     def _embedded(self, tokens: Sequence[Sequence[int]]) -> Tensor:
         """Embeddings [n, j, d] of n lists of j tokens."""
         flat = torch.tensor(tokens, device=self.model.device)
         return self.model.embed(flat.flatten()).view(*flat.shape, -1).to(self.dtype)
+
+
+def _taken(places: Sequence[int], going: Sequence[int], *tensors: Tensor) -> tuple[list[int], tuple[Tensor, ...]]:
+    """The numbers and the rows of tensors at these places."""
+    which = torch.tensor(places, dtype=torch.int64, device=tensors[0].device)
+    return [going[place] for place in places], tuple(tensor[which] for tensor in tensors)
