@@ -283,3 +283,25 @@ def test_the_modules_do_what_they_say() -> None:
             normed = F.rms_norm(own, (48,))
             own = own + its.down.weight @ (F.silu(its.gate.weight @ normed) * (its.up.weight @ normed))
             torch.testing.assert_close(said[n, j], own, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("after", [1, 6, 15])
+def test_a_worker_that_starts_again_knows_the_groups(after: int) -> None:
+    """Of tokens that the one before it has told the caller."""
+    prompts = tiny.prompts(12, 30)
+    verbs = {"decode": f"hamburger:confidence={HALF},{WEIGHTS}", "place": "disaggregated"}
+    placed: Any = tiny.engine(verbs)
+    requests = [Request(prompt, tiny.greedy(N)) for prompt in prompts]
+    for request in requests:
+        placed.add(request)
+    while requests[0].n_out < after:
+        placed.step()
+    assert [sum(request.groups) for request in requests] == [request.n_out for request in requests]
+    for request in requests:
+        placed.restart(placed.flights[request.id], "this is a test")
+    tiny.finish(placed, requests)
+    assert placed.counters.restarts == 2
+    for request, prompt in zip(requests, prompts):
+        groups, _ = twin(prompt, MOST, HALF)
+        assert request.out == [token for group in groups for token in group]
+        assert request.groups == [len(group) for group in groups]

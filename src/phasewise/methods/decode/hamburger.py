@@ -92,7 +92,7 @@ class Hamburger(Method):
         return GroupDecoder(host, tensors, 1 if self.confidence == 1 else self.most, self.confidence)
 
 
-class _Tuned(Skip):
+class TunedLayers(Skip):
     """All layers, with low-rank weights."""
 
     def __init__(self, delta: Delta, layers: int) -> None:
@@ -115,7 +115,7 @@ class GroupDecoder(Decode):
         self.modules = packed(modules.to(model.device, self.dtype).requires_grad_(False))
         rest = {name: tensor for name, tensor in tensors.items() if name not in own}
         delta = Delta(rest, model.dtype, model.device)
-        self.slots = {"attend": Dense(), "skip": _Tuned(delta, model.config.layers)}
+        self.slots = {"attend": Dense(), "skip": TunedLayers(delta, model.config.layers)}
         self.early = tapped(model.config.layers)[:-1]
 
     def bring(self, verb: str, chosen: Any) -> Any:
