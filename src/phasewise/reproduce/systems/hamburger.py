@@ -251,7 +251,8 @@ SYSTEM = System(
                 lambda case: (loads.prompt_rows(case) + groups(case.method) - 2) * case.row_bytes,
                 load=loads.lone(ALONE, NEW)),
         Counter("rows after the prompt at confidence=1", "one for each token but the last",
-                lambda case: rows(case.method), lambda case: case.work.emitted - len(case.entries), who=SINGLE),
+                lambda case: rows(case.method), lambda case: case.work.emitted - len(case.entries), load=TASKS,
+                who=SINGLE),
     ),
     savings=(
         Saving("passes per token of short tasks", passes, "baseline", 1.5),

@@ -37,7 +37,7 @@ from phasewise.train.passes import Pass
 from phasewise.train.trainer import StepLoss, TrainingRecipe, TrainingRun, fit
 
 TOKENS = 600_000  # of texts, padding included
-STAGES = (Stage(1.0, 512, 3072, code=0.4, long=0.15, copies=0.2),)
+STAGES = (Stage(1.0, 384, 1024, code=0.38, long=0.12, copies=0.2, short=96),)
 DECAY = ((0.4, 1.0), (1.0, 0.01))
 RATE = 3e-3
 LOW, RATIO = 0.05, 0.3  # of the segmentation: nats, and the share of a group's largest entropy
