@@ -236,7 +236,7 @@ SYSTEM = System(
     method=ON,
     baseline=Setting(),
     control=Setting(objects={"decode": Unread(Hamburger(confidence=CONFIDENCE))}),
-    control_is="the same modules write groups, which enter as the mean of their embeddings, and the model was not tuned",
+    control_is="the same modules write groups, which enter as means of embeddings, and the model was not tuned",
     line="several tokens in one row of KV, unverified: half of the rows, twice the pace, the same quality",
     promises=("answers", "cost", "time"),
     load=TASKS,
