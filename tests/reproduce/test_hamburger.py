@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
+from phasewise.builder import Builder
+from phasewise.engine.limits import Limits
 from phasewise.methods.decode.hamburger import Hamburger
+from phasewise.options import parse
 from phasewise.reproduce.lab import Lab, Scale
 from phasewise.reproduce.system import Setting
 from phasewise.reproduce.systems import hamburger
@@ -18,10 +21,6 @@ def test_the_control_reads_groups_untrained() -> None:
     (prompt,) = tiny.prompts(20)
 
     def decoder(method: Any) -> Any:
-        from phasewise.builder import Builder
-        from phasewise.engine.limits import Limits
-        from phasewise.options import parse
-
         methods = {**parse({}), "decode": method}
         return Builder(tiny.model(), methods, Limits(kv_bytes=64 << 20), load=tiny.load).build()
 

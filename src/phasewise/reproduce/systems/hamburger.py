@@ -230,8 +230,8 @@ def beside_drafts(lab: Lab) -> AttemptOutcome:
 SYSTEM = System(
     title="HAMburger",
     paper=Paper("HAMburger: Accelerating LLM Inference via Token Smashing", "2505.20438"),
-    claim="a model that was tuned to write several tokens a step and to read them as one row of KV computes up to half "
-    "of the KV and writes up to twice the tokens a second, at the quality of the base.",
+    claim="a model that was tuned to write several tokens a step, and to read them as one row of KV, computes up to 2 "
+    "times fewer rows and writes up to 2 times the tokens a second (1B parameters), at the quality of the base.",
     conditions=("Llama-3.2-1B-Instruct, all weights tuned on instructions", "groups of at most four tokens"),
     method=ON,
     baseline=Setting(),
