@@ -36,21 +36,21 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * weight
 
 
-def _turned(x: Tensor, theta: float) -> Tensor:
-    """Rotary positions 0, 1, 2 ... on x [n, heads, dim], whose halves hold the two parts of each pair."""
-    n, _, dim = x.shape
-    angles = torch.arange(n)[:, None] / theta ** (torch.arange(0, dim, 2) / dim)  # [n, dim / 2]
+def _turned(x: Tensor, theta: float, positions: Tensor) -> Tensor:
+    """Rotary positions [n] on x [n, heads, dim], whose halves hold the two parts of each pair."""
+    dim = x.shape[-1]
+    angles = positions[:, None] / theta ** (torch.arange(0, dim, 2) / dim)  # [n, dim / 2]
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     a, b = x[..., : dim // 2], x[..., dim // 2 :]
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
-def _attention(x: Tensor, w: dict[str, Tensor], at: str, config: dict[str, Any]) -> Tensor:
+def _attention(x: Tensor, w: dict[str, Tensor], at: str, config: dict[str, Any], positions: Tensor) -> Tensor:
     """Causal attention over x [n, hidden]; each key head serves heads / kv_heads query heads that follow each other."""
     n, heads, kv_heads = len(x), config["num_attention_heads"], config["num_key_value_heads"]
     q, k, v = (x @ w[f"{at}{name}_proj.weight"].T for name in "qkv")
     dim = q.shape[1] // heads
-    q, k = (_turned(each.view(n, -1, dim), config["rope_theta"]) for each in (q, k))
+    q, k = (_turned(each.view(n, -1, dim), config["rope_theta"], positions) for each in (q, k))
     k, v = (each.reshape(n, kv_heads, dim).repeat_interleave(heads // kv_heads, 1) for each in (k, v))
     scores = torch.einsum("ihd,jhd->hij", q, k) / dim**0.5
     later = torch.ones(n, n, dtype=torch.bool).triu(1)
@@ -80,14 +80,15 @@ def states(path: str | Path, tokens: Sequence[int]) -> list[Tensor]:
 
 
 @torch.inference_mode()
-def onward(path: str | Path, x: Tensor, first: int) -> list[Tensor]:
-    """The same for rows x [n, hidden] at positions 0, 1, 2 ... that enter layer `first`: there, and after each layer
-    from it on."""
+def onward(path: str | Path, x: Tensor, first: int, positions: Sequence[int] | None = None) -> list[Tensor]:
+    """The same for rows x [n, hidden] that enter layer `first`, at positions 0, 1, 2 ... or others: there, and after
+    each layer from it on."""
+    places = torch.arange(len(x)) if positions is None else torch.tensor(positions)
     config, w = _read(Path(path))
     found, eps = [x], config["rms_norm_eps"]
     for i in range(first, config["num_hidden_layers"]):
         at = f"model.layers.{i}."
-        x = x + _attention(_norm(x, w[at + "input_layernorm.weight"], eps), w, at + "self_attn.", config)
+        x = x + _attention(_norm(x, w[at + "input_layernorm.weight"], eps), w, at + "self_attn.", config, places)
         h = _norm(x, w[at + "post_attention_layernorm.weight"], eps)
         if config["model_type"] == "mixtral":
             x = x + _experts(h, w, at + "block_sparse_moe.", config)

@@ -39,7 +39,7 @@ UNJUDGED = {  # promised by the paper, and judged by nothing here: such a verdic
 }  # fmt: skip
 UNTRAINED = {  # need weights, of which counters do not care what they are
     "longgen": "evict", "power": "attend", "kv_prediction": "decode", "c2c": "decode", "rlkv": "evict",
-    "augment": "decode",
+    "augment": "decode", "hamburger": "decode",
 }  # fmt: skip
 
 

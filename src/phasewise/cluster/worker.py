@@ -13,7 +13,7 @@
              cores    {cores, threads}                  from the next step on, run on these
              learn    {recipes}                         requests may name these as well (recipe_update.py)
              unlearn  {recipes}                         requests name these no more
-    event    progress {id, attempt, start, tokens, left, queued, recalled, cached, scores?, pool?}
+    event    progress {id, attempt, start, tokens, left, queued, recalled, cached, groups?, scores?, pool?}
              offer    {id, attempt, packed, parcel}     the prompt is done, its KV waits in the transfer buffer
              piece    {id, attempt, piece, blocks, parcel}  some rows of a prompt under way wait in the transfer buffer
              landed   {id, attempt, pieces}             these have been copied
@@ -232,6 +232,8 @@ class Worker:
             "tokens": request.tokens[job.told :], "left": None if left is None else astuple(left),
             "queued": trace.queued, "recalled": request.recalled, "cached": request.cached,
         }  # fmt: skip
+        if request.groups:
+            event["groups"] = request.groups_from(max(job.told, request.prompt_len))
         if request.params.scored:
             scores, request.scores = request.scores, {}  # siblings have forked in the step that brought the first token
             if request.pool is not None:

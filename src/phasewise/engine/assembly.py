@@ -79,6 +79,8 @@ class Assembly:
         store = Store(shapes, format, ledger=self.ledger, counters=counters, sharing=shared, wire=wire)
         store.book(keeps, drawers)
         places = [own.evict.places for own in phases if own.evict is not None]
+        if traits.joins_tokens:
+            places.append(lambda layer, shape: 1)  # of all heads alike
         store.expect(places, any(own.late is not None for own in phases))
         takers = {id(method): method for method in methods.values() if method.traits.asks}.values()
         asks = [(method.traits.asks, bindings.bind(method)) for method in takers]

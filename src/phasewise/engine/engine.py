@@ -248,7 +248,7 @@ class Engine:
             if self.prefixes.tiers is not None and self.prefixes.tiers.loading(request.id):
                 continue
             request.parent, request.computed = None, 0
-            tokens, runtime = request.known + 1, self.runtime(request)
+            tokens, runtime = request.known_rows + 1, self.runtime(request)
             if request.params.background and self.running and not self.running[0].params.background:
                 return
             with runtime.store.holding(request) as shared:
@@ -335,7 +335,7 @@ class Engine:
 
     def _run(self, spans: list[Span]) -> None:
         """Forward, accept, commit, fork, emit. A request for which anything raises fails, and no other."""
-        emissions: list[tuple[Request, list[int]]] = []
+        emissions: list[tuple[Request, Outcome]] = []
         for span, result in zip(spans, self._turn.run(spans, self.waiting)):
             request = span.request
             if result is None:
@@ -347,14 +347,14 @@ class Engine:
             except Exception as error:
                 self._fail(request, error)
                 continue
-            emissions.append((request, result.outcome.tokens))
+            emissions.append((request, result.outcome))
             if result.forks:
                 emissions.extend(self._fork(result))
         now = self.parts.clock()
-        for request, tokens in emissions:
-            self._emit(request, tokens, now)
+        for request, outcome in emissions:
+            self._emit(request, outcome, now)
 
-    def _fork(self, settled: Settled) -> Iterator[tuple[Request, list[int]]]:
+    def _fork(self, settled: Settled) -> Iterator[tuple[Request, Outcome]]:
         """Siblings go on from the KV of a prompt just completed, each with the tokens drawn for it."""
         for sibling, outcome in settled.forks:
             sibling.parent = None
@@ -368,13 +368,15 @@ class Engine:
                 continue
             sibling.scores.update(outcome.scores)
             self._start(sibling)
-            yield sibling, outcome.tokens
+            yield sibling, outcome
 
-    def _emit(self, request: Request, tokens: list[int], now: float) -> None:
+    def _emit(self, request: Request, outcome: Outcome, now: float) -> None:
         try:
-            if tokens:
-                self.counters.emitted += request.emit(tokens, self.model.config.eos, now)
+            if outcome.tokens:
+                self.counters.emitted += (taken := request.emit(outcome.tokens, self.model.config.eos, now))
                 self._progressed.append(request)
+                if outcome.joined:
+                    request.groups.append(taken)
         except Exception as error:  # raised by the request's own watch
             self._fail(request, error)
         else:
@@ -393,9 +395,13 @@ class Engine:
         request.slice, request.depth = None, 0
         request.scores.update(outcome.scores)
         request.pool = outcome.pool or request.pool
-        request.computed = span.end if was_prefilling and span.beyond and outcome.kept else before + outcome.kept
+        moved = span.joins or (was_prefilling and span.beyond)  # its rows are not as many as its tokens
+        request.computed = span.end if moved and outcome.kept else before + outcome.kept
         if before < request.high_water:
-            own.recomputed += (again := min(request.computed, request.high_water) - before)
+            again = min(request.computed, request.high_water) - before
+            if span.joins:
+                again = sum(at < request.high_water for at in span.positions)
+            own.recomputed += again
             counters.recomputed += again
         self.recipes[request.recipe].bring(request)
         request.high_water = max(request.high_water, request.computed)

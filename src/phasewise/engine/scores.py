@@ -14,11 +14,11 @@ import torch
 from phasewise.errors import NotFinite
 from phasewise.request.pool import Pool
 from phasewise.request.score import Score
+from phasewise.step.phase import Hidden
 
 if TYPE_CHECKING:
     from phasewise.model.model import Model
     from phasewise.request.counters import Counters
-    from phasewise.step.phase import Hidden
     from phasewise.step.span import Span
     from phasewise.verbs.decode import Outcome
 
@@ -37,8 +37,13 @@ class _Asked(NamedTuple):
 
 def score(model: Model, counters: Counters, spans: Sequence[Span], outcomes: Sequence[Outcome], hidden: Hidden) -> None:
     """Fill in the scores of these outcomes, where their requests ask."""
-    asked = [_asked(span, outcome) for span, outcome in zip(spans, outcomes)]
-    found = iter(_scores(model, hidden, [one for each in asked for one in each]))
+    rows, asked = [hidden.x], list[list[_Asked]]()
+    for span, outcome in zip(spans, outcomes):
+        asked.append(_asked(span, outcome, sum(map(len, rows))))
+        if outcome.said_by is not None:
+            rows.append(outcome.said_by)
+    every = hidden if len(rows) == 1 else Hidden(torch.cat(rows), sum(map(len, rows)))
+    found = iter(_scores(model, every, [one for each in asked for one in each]))
     for outcome, each in zip(outcomes, asked):
         outcome.scores = {one.position: next(found) for one in each}
         counters.head_rows += len(each)
@@ -51,7 +56,8 @@ def score(model: Model, counters: Counters, spans: Sequence[Span], outcomes: Seq
             outcome.pool = _pool(model, span, hidden)
 
 
-def _asked(span: Span, outcome: Outcome) -> list[_Asked]:
+def _asked(span: Span, outcome: Outcome, behind: int) -> list[_Asked]:
+    """`behind`: where the rows of `Outcome.said_by` begin."""
     request, params = span.request, span.request.params
     found: list[_Asked] = []
     if params.prompt_logprobs is not None and request.prefilling and request.parent is None:  # siblings take theirs
@@ -59,14 +65,21 @@ def _asked(span: Span, outcome: Outcome) -> list[_Asked]:
             at = before + 1
             if params.scored_from <= at < request.prompt_len and at not in request.scores:
                 found.append(_Asked(span.start + row, at, request.tokens[at], params.prompt_logprobs))
-    if params.tells and not outcome.origin:  # tokens come after the last rows kept, one after each (`Decode.scattered`)
-        count = len(outcome.tokens)
-        kept = range(outcome.keep) if isinstance(outcome.keep, int) else outcome.keep
-        rows = kept[len(kept) - count :] if count else ()
-        assert len(rows) == count, "a token for which no row was kept"
-        for i, (row, token) in enumerate(zip(rows, outcome.tokens)):
-            found.append(_Asked(span.start + row, request.known + i, token, params.logprobs or 0))
+    if params.tells and not outcome.origin:
+        for i, (row, token) in enumerate(zip(_saying(span, outcome, behind), outcome.tokens)):
+            found.append(_Asked(row, request.known + i, token, params.logprobs or 0))
     return found
+
+
+def _saying(span: Span, outcome: Outcome, behind: int) -> list[int]:
+    """The rows that an outcome's tokens come after: the last ones kept, one for each token (`Decode.scattered`), but
+    for those of `Outcome.said_by`, which begin at `behind`."""
+    more = 0 if outcome.said_by is None else len(outcome.said_by)
+    count = len(outcome.tokens) - more
+    kept = range(outcome.keep) if isinstance(outcome.keep, int) else outcome.keep
+    rows = kept[len(kept) - count :] if count else ()
+    assert len(rows) == count, "a token for which no row was kept"
+    return [*(span.start + row for row in rows), *range(behind, behind + more)]
 
 
 def _told(span: Span, outcome: Outcome) -> dict[int, Score]:

@@ -26,6 +26,7 @@ def request_of(header: dict[str, Any], watch: Callable[[int], bool] | None = Non
     request.prompt_len = header["prompt_len"]
     request.computed = header["computed"]
     request.high_water = header["high_water"]
+    request.groups = list(header["groups"])
     for at, count in header["emitted"]:
         request.trace.emitted(at, count)
     return request

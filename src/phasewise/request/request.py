@@ -39,9 +39,11 @@ class Request:
 
     `tokens` is everything known (prompt, then output); `computed` of them are in the KV. `state` is a drawer per
     method, emptied when the request is preempted or leaves; drawers of plain data and tensors move with the KV to
-    another engine, others are left behind like at a preemption. `watch`, if given, is told each emitted token and
-    answers True where the text has to stop (stop strings). `recipe` names the methods it is computed with; "" = the
-    engine's own.
+    another engine, others are left behind like at a preemption. `groups`: the sizes of the groups of its output's
+    tokens, each of which enters the model as one row at the position of its last token; empty where all tokens have
+    rows of their own. They are kept where drawers are not, since they say what to compute again. `watch`, if given, is
+    told each emitted token and answers True where the text has to stop (stop strings). `recipe` names the methods it is
+    computed with; "" = the engine's own.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Request:
         self.tokens: list[int] = list(prompt)
         self.prompt_len = len(self.tokens)
         self.computed = 0
+        self.groups: list[int] = []
         self.rows = 0  # rows it would bring to the next step; the engine keeps it up to date
         self.until: int | None = None  # the position that drafts of the next step must not reach; likewise
         self.slice: Span | None = None  # one under way that has not reached the last layer: a step may run part of it
@@ -103,6 +106,27 @@ class Request:
         return len(self.tokens) - self.prompt_len
 
     @property
+    def known_rows(self) -> int:
+        """Rows that its known tokens take in the KV, as far as nothing is evicted or added."""
+        return self.known - sum(self.groups) + len(self.groups)
+
+    def groups_from(self, position: int) -> list[int]:
+        """The sizes of the groups of its output from `position` on, where one begins."""
+        first, left = len(self.groups), self.known - position
+        while left > 0:
+            first -= 1
+            left -= self.groups[first]
+        assert left == 0, "no group of tokens begins there"
+        return self.groups[first:]
+
+    def note_groups(self, sizes: Sequence[int]) -> None:
+        """Its last tokens have come in groups of these sizes; the first of them may be known already."""
+        found, missing = list(sizes), self.n_out - sum(self.groups)
+        while sum(found) > missing:
+            found.pop(0)
+        self.groups += found
+
+    @property
     def limit(self) -> int:
         """Tokens it can ever hold."""
         return self.prompt_len + self.params.max_tokens
@@ -136,6 +160,7 @@ class Request:
             "prompt_len": self.prompt_len,
             "computed": self.computed,
             "high_water": self.high_water,
+            "groups": list(self.groups),
             "params": {f.name: getattr(self.params, f.name) for f in fields(Params) if f.init},
             "slo": [self.slo.ttft, self.slo.tpot, self.slo.tbt],
             "recipe": self.recipe,
@@ -182,6 +207,7 @@ class Request:
         that a method has already filled for this request (draws of its own)."""
         assert other.kv is not None
         self.tokens = list(other.tokens)
+        self.groups = list(other.groups)
         self.computed = self.high_water = other.computed
         self.kv = other.kv.fork()
         self.scores |= {at: score for at, score in other.scores.items() if at < self.prompt_len}
@@ -190,6 +216,7 @@ class Request:
     def step_back(self, rows: int) -> None:
         """Give up its last rows, to compute them once more: `computed` says that they are to come."""
         assert self.kv is not None and self.computed - rows >= self.prompt_len, "rows of the prompt stay"
+        assert not self.groups, "rows of groups are computed once"
         self.computed -= rows
         self.kv.drop_last(self.computed)
 

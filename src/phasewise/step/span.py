@@ -33,7 +33,9 @@ class Span:
     that enter it; those layers hold them in the KV, uncommitted. Rows behind these may begin with that layer, if none
     of them is kept. It may give `hidden` instead of embedded tokens where
     the whole depth runs; `given` [rows, d] enters the first layer in their place whatever runs when. `beyond`: so many
-    rows up to its last stand for no token, so that positions run ahead of tokens.
+    rows up to its last stand for no token, so that positions run ahead of tokens. `joins`: so many of its tokens have
+    no row of their own, as they share that of the last of their group (`Request.groups`), whose position it has; then
+    all of its rows are kept.
     `tuned`: low-rank weights that its rows from number `untuned` on run with, in place of `delta`; those before do not.
     `sure`: the last of its tokens, where they are not the request's yet and will be whatever the model says
     (`Sample.sure`). A token is drawn after the last of them alone.
@@ -54,6 +56,7 @@ class Span:
     sure: tuple[int, ...] = ()
     given: Tensor | None = None
     beyond: int = 0
+    joins: int = 0
     tuned: Delta | None = None
     untuned: int = 0
     trail: dict[str, Any] | None = None  # what methods make of its rows, until it is known which stay (step/trail.py)

@@ -99,6 +99,8 @@ def _blocks(one: Traits, other: Traits) -> str | None:
         why = "lets single rows pass layers by"
     elif other.frees_rows:
         why = "gives single rows up"
+    elif other.joins_tokens:
+        why = "has several tokens share a row, so that positions go without rows"
     elif other.own_attention or other.shared_reads:
         why = "chooses among rows, or reads those of several requests at once, whose form changes"
     else:

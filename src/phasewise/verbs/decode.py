@@ -35,6 +35,8 @@ class Outcome:
     pool: Pool | None = None  # likewise
     origin: str = ""  # of all its tokens, where they were neither guessed nor drawn one after another (`ORIGINS`) ...
     odds: Sequence[float] = ()  # ... and the probability that each then had
+    joined: bool = False  # its tokens are a group, which is to enter the model as one row
+    said_by: Tensor | None = None  # rows [n, d] for the head that its last n tokens were drawn from, where none is kept
     again: int = 0  # of the rows that are there once these are kept, none of the prompt, the last to compute once more
 
     @property

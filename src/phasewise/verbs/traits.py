@@ -58,6 +58,7 @@ class Traits:
     # decoding
     block: int = 1  # decode: rows that see each other and become final together; prefixes are shared in such blocks
     single_rows: bool = False  # decode: one row at a time, once the prompt is computed
+    joins_tokens: bool = False  # decode: several tokens may share a row, so that positions go without rows
     unordered: bool = False  # decode: tokens are drawn before those in front of them are known
     margin: int = MARGIN  # decode: rows beyond its text that a request may bring to a step, where more than MARGIN
     brings: tuple[str, ...] = ()  # decode: slots that its runtime's `bring` fills; another method there is refused ...
