@@ -33,7 +33,7 @@ from tests import tiny
 
 SHIPPED = sorted(Path(str(files("phasewise"))).glob(f"pocket/*/{FOLDER}/*.safetensors"))
 FETCHED = sorted(Path(str(files("phasewise"))).glob(f"known/*/{FOLDER}/*.safetensors"))  # for models that are fetched
-LARGEST, ALL = 3_000_000, 11_000_000  # bytes of one that ships, and of all
+LARGEST, ALL = 3_000_000, 11_500_000  # bytes of one that ships, and of all
 WANTED = Artefact("skip.test", {"a": (3, 5), "b": (4,)}, {"speedup": 2.0, "most": 3}, "leave it out")
 
 
