@@ -394,7 +394,8 @@ class Router:
                 flight.tries = 1
                 caller.trace.by.setdefault("first_token", handle.name)
                 self._emitted += caller.emit(new, self.model.config.eos, self.clock())
-                caller.note_groups(event.get("groups", ()))
+                if groups := event.get("groups"):
+                    caller.note_groups(groups)
                 if caller.left is not None and left is None:
                     self._call_off(handle, event)
                 left = caller.left or left
