@@ -33,7 +33,8 @@ def test_known_models_are_pinned(name: str) -> None:
 @pytest.mark.parametrize("name", list(EMBEDDED))
 def test_embedded_models_are_here(name: str) -> None:
     assert model_path(name) == str(shelf.place(named(name)))
-    assert config_of(name).layers > 0 and config_of(name).kv_heads == (2 if name in ("pocket", "pocket-tools") else 1)
+    heads = 2 if name in ("pocket", "pocket-tools", "pocket-units") else 1
+    assert config_of(name).layers > 0 and config_of(name).kv_heads == heads
     assert files_of(name).tokenizer().get_vocab_size() == 4096
 
 
