@@ -53,7 +53,7 @@ struct Block {  // one layer
     bool mixed = kind.experts;
     return {words(0), words(1), words(2), words(3), {heads.empty() ? nullptr : heads.data(), EPS}, kind.whole,
             &qkv.words, &o.words, mixed ? nullptr : &gate_up.words, mixed ? nullptr : &down.words,
-            mixed ? &experts : nullptr, kind.activation, kind.turns ? 0 : -1, kind.window, SCALE,
+            mixed ? &experts : nullptr, {kind.activation, 0, 0}, kind.turns ? 0 : -1, kind.window, SCALE,
             kind.softcap};
   }
 };
