@@ -200,7 +200,7 @@ def outputs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What is said of groups: rows after the final norm that say their first tokens [groups, d], and their later ones
     [n, d], in order; logits of the stop head, and whether groups go on there, bool [m]: n of them do."""
-    config_layers = len(twin.layers)
+    layers = len(twin.layers)
     padded = torch.tensor([[*tokens, *[tokens[-1]] * (MOST - len(tokens))] for tokens in groups.tokens], device=device)
     sizes = torch.tensor([len(tokens) for tokens in groups.tokens], device=device)
     embedded = twin.embed_tokens(padded)  # [groups, MOST, d]
@@ -208,10 +208,10 @@ def outputs(
     if groups.enters:
         rows, which = (torch.tensor(each, device=device) for each in zip(*groups.enters, strict=True))
         soft = rows, made.groups.embedder(embedded[which], sizes[which])
-    how = Pass(delta=made.low_rank, soft=soft, taps={tap: torch.empty(0) for tap in tapped(config_layers)})
+    how = Pass(delta=made.low_rank, soft=soft, taps={tap: torch.empty(0) for tap in tapped(layers)})
     said_by = torch.tensor(groups.said_by, device=device)
     first = twin.hidden([TokenBlock(*(each.to(device) for each in block)) for block in groups.blocks], how)[said_by]
-    states = torch.stack([how.taps[tap][said_by] for tap in tapped(config_layers)], 1)
+    states = torch.stack([how.taps[tap][said_by] for tap in tapped(layers)], 1)
     rows = made.groups.micro(states, embedded[:, :-1].to(states.dtype))  # [groups, MOST - 1, d], each after its token
     places = torch.arange(MOST - 1, device=device)
     there = places + 1 < sizes[:, None]
